@@ -1,0 +1,1 @@
+"""Task data: one folder a family, read with `importlib.resources.files("agentgym.tasks")`."""
