@@ -1,0 +1,1 @@
+"""Sandboxes that fork: one mechanism a file."""

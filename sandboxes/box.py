@@ -1,0 +1,329 @@
+"""The first process of a sandbox: builds its root, starts its shell, then answers the library; stdlib only.
+
+Owns everything that must happen inside the sandbox's namespaces: mounting, rotating the root, listing and
+killing tasks, opening files. It runs with full capabilities and is out of the agent's reach: the shell and
+all below it have theirs cut, and a PID namespace protects its first process from signals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import time
+from typing import Any
+
+from agentgym.sandboxes import overlay, wire
+from agentgym.sandboxes import syscalls as sc
+
+COMMAND_FD, STATUS_FD, SCRIPT_FD = 200, 202, 203
+_PARKED = 600
+"""Descriptors wait from here up while everything below is closed."""
+# chown, dac_override, fowner, fsetid, kill, setgid, setuid, net_bind_service, sys_chroot
+_KEPT_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 10, 18})
+_PROC_READ_ONLY = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi")
+_PROC_HIDDEN = ("kcore", "keys", "key-users", "timer_list", "sched_debug", "kmsg", "kallsyms", "kpagecount")
+
+
+class Box:
+    """State of the first process."""
+
+    def __init__(self, control: socket.socket, mounts: list[str]) -> None:
+        self.control = control
+        self.mounts = mounts
+        """Mount points under the root that move along when the root is rotated."""
+        self.shell = 0
+
+    def serve(self) -> None:
+        """Answer requests until the library goes away; then end, and the kernel ends the rest."""
+        woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        poller = select.poll()
+        poller.register(self.control, select.POLLIN)
+        poller.register(woken, select.POLLIN)
+        while True:
+            for fd, _ in poller.poll():
+                if fd == woken:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(woken, 4096)
+                    self._reap()
+                else:
+                    self._answer()
+
+    def _answer(self) -> None:
+        request, fds = wire.receive(self.control)
+        try:
+            answer, given = getattr(self, "do_" + request.pop("do"))(fds, **request)
+        except OSError as error:
+            answer, given = {"errno": error.errno, "error": str(error)}, []
+        wire.send(self.control, answer, given)
+        for fd in (*fds, *given):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self.shell:
+                self.shell = 0
+                wire.send(self.control, {"event": "exit", "status": os.waitstatus_to_exitcode(status)})
+
+    # what the library asks for
+
+    def do_shell(self, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
+        """Start a shell on (commands, output, errors, status, script)."""
+        self.start_shell(fds)
+        return {}, []
+
+    def do_kill(self, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
+        """End every process but this one, and say that none is left."""
+        self.shell = 0
+        for _ in range(1000):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                if not self._others():
+                    return {"left": 0}, []
+            time.sleep(0.001)
+        return {"left": len(self._others())}, []
+
+    def do_tasks(self, fds: list[int], freeze: bool) -> tuple[dict[str, Any], list[int]]:
+        """Name what is alive or open beside the idle shell, and stop it if asked."""
+        others = self._others()
+        if others and freeze:
+            os.kill(-1, signal.SIGSTOP)
+            self._wait_stopped()
+            others = self._others()
+        tasks = [{"pid": pid, "name": _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()[:80]} for pid in others]
+        files = [entry for entry in _open_files(self.shell)] if self.shell else []
+        cwd = ""
+        if self.shell:
+            with contextlib.suppress(OSError):
+                cwd = os.readlink(f"/proc/{self.shell}/cwd")
+        return {"tasks": tasks, "files": files, "cwd": cwd}, []
+
+    def do_thaw(self, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
+        """Let stopped tasks go on."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGCONT)
+        return {}, []
+
+    def do_rotate(self, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
+        """Put a new root (and a new /usr, if given) under every process."""
+        root = fds[0]
+        sc.move_mount(root, "", sc.AT_FDCWD, "/")
+        for name in self.mounts:
+            if name == "usr" and len(fds) > 1:
+                sc.move_mount(fds[1], "", root, "usr")
+            else:
+                sc.move_mount(sc.AT_FDCWD, "/" + name, root, name)
+        _pivot(root)
+        return {}, []
+
+    def do_open(
+        self, fds: list[int], path: str, write: bool, mode: int, above: int
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Open a regular file as the sandbox sees it; `above` is the mode of directories made for it."""
+        root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if write:
+                _make_parents(root, path, above)
+            # never block on a pipe that the agent put there; check what was opened, not what was named
+            flags = os.O_NONBLOCK | os.O_NOCTTY | (os.O_WRONLY | os.O_CREAT if write else os.O_RDONLY)
+            fd = sc.open_in_root(root, path, flags, mode)
+        finally:
+            os.close(root)
+        kind = os.fstat(fd).st_mode
+        if not stat.S_ISREG(kind) or sc.file_system_magic(fd) == sc.PROC_MAGIC:
+            os.close(fd)
+            raise OSError(errno.EINVAL, f"{path} is not a regular file")
+        if write:
+            os.ftruncate(fd, 0)
+            os.fchmod(fd, mode)
+        return {"size": os.fstat(fd).st_size}, [fd]
+
+    # inside
+
+    def start_shell(self, fds: list[int]) -> None:
+        """Fork the shell; the parent keeps nothing of its descriptors."""
+        pid = os.fork()
+        if pid:
+            self.shell = pid
+            return
+        try:
+            _become_shell(fds)
+        finally:
+            os._exit(127)
+
+    def _others(self) -> list[int]:
+        return [int(n) for n in os.listdir("/proc") if n.isdigit() and int(n) not in (1, self.shell)]
+
+    def _wait_stopped(self) -> None:
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            states = [_read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] for pid in self._others()]
+            if all(state in ([], ["T"], ["Z"], ["X"], ["t"]) for state in states):
+                return
+            time.sleep(0.0005)
+        os.kill(-1, signal.SIGCONT)
+        raise OSError(errno.EBUSY, "a process does not stop within 1 s")
+
+
+View = tuple[list[str], list[str]]
+"""A chain of layers, and those of them that change /usr."""
+
+
+def run(fds: list[int], layers: str, upper: str, views: list[View], binds: list[str], userxattr: bool) -> None:
+    """The whole life of the first process.
+
+    Args:
+        fds: Control, commands, output, errors, status, script.
+        layers: The folder of all layers.
+        upper: The layer to write to.
+        views: Its own view, and optionally one to show read-only at /world.
+        binds: Host directories shown read-only at the top.
+        userxattr: True in a user namespace.
+    """
+    sc.die_with_parent()
+    parked = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _PARKED) for fd in fds]
+    sc.close_range(3, _PARKED - 1)
+    sc.close_range(max(parked) + 1)
+    control = socket.socket(fileno=parked[0])
+    try:
+        mounts = _build_root(layers, upper, views, binds, userxattr)
+        sc.sethostname("sandbox")
+        box = Box(control, mounts)
+        box.start_shell(parked[1:])
+        for fd in parked[1:]:
+            os.close(fd)
+    except OSError as error:
+        wire.send(control, {"event": "broken", "error": str(error)})
+        raise
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        box.serve()
+
+
+def _build_root(layers: str, upper: str, views: list[View], binds: list[str], userxattr: bool) -> list[str]:
+    state = os.path.dirname(layers)
+    chain, in_usr = views[0]
+    root = overlay.mount_root(layers, upper, chain, userxattr)
+    sc.move_mount(root, "", sc.AT_FDCWD, os.path.join(state, "mnt"))
+    sc.move_mount(overlay.mount_usr(layers, upper, in_usr, userxattr), "", root, "usr")
+    sc.move_mount(sc.AT_FDCWD, os.path.join(state, "dev"), root, "dev")
+    for name in binds:
+        sc.move_mount(sc.AT_FDCWD, os.path.join(state, "binds", name), root, name)
+    for world, world_usr in views[1:]:
+        sc.move_mount(overlay.mount_root(layers, None, world, userxattr), "", root, "world")
+        sc.move_mount(overlay.mount_usr(layers, None, world_usr, userxattr), "", root, "world/usr")
+    proc = sc.new_mount("proc", [], sc.ATTR_NOSUID | sc.ATTR_NODEV | sc.ATTR_NOEXEC)
+    sc.move_mount(proc, "", root, "proc")
+    _pivot(root)
+    os.chdir("/")
+    _mask_proc()
+    return ["usr", "dev", "proc", *binds, *(["world"] if len(views) > 1 else [])]
+
+
+def _pivot(root: int) -> None:
+    os.fchdir(root)
+    sc.pivot_root(".", ".")
+    sc.umount(".", sc.MNT_DETACH)
+    os.chdir("/")
+
+
+def _mask_proc() -> None:
+    for name in _PROC_READ_ONLY:
+        path = "/proc/" + name
+        if os.path.exists(path):
+            fd = sc.open_tree(path)
+            sc.set_mount_attributes(fd, sc.ATTR_RDONLY | sc.ATTR_NOSUID | sc.ATTR_NODEV | sc.ATTR_NOEXEC)
+            sc.move_mount(fd, "", sc.AT_FDCWD, path)
+            os.close(fd)
+    for name in _PROC_HIDDEN:
+        path = "/proc/" + name
+        if os.path.exists(path):
+            fd = sc.open_tree("/dev/null")
+            sc.move_mount(fd, "", sc.AT_FDCWD, path)
+            os.close(fd)
+
+
+def _become_shell(fds: list[int]) -> None:
+    commands, output, errors, status, script = fds
+    # park above first: a descriptor to place may stand where another belongs
+    parked = [fcntl.fcntl(fd, fcntl.F_DUPFD, _PARKED) for fd in (commands, output, errors, status, script)]
+    null = os.open("/dev/null", os.O_RDONLY)
+    targets = (COMMAND_FD, 1, 2, STATUS_FD, SCRIPT_FD)
+    for fd, target in zip(parked, targets, strict=True):
+        os.dup2(fd, target)
+    os.dup2(null, 0)
+    sc.close_range(3, COMMAND_FD - 1)
+    sc.close_range(COMMAND_FD + 1, STATUS_FD - 1)
+    sc.close_range(SCRIPT_FD + 1)
+    os.setsid()
+    os.umask(0o022)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        # Python and the spawner ignore some, and bash keeps what it inherits
+        signal.signal(number, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sc.cut_capabilities(_KEPT_CAPABILITIES)
+    os.execve("/bin/bash", ["bash", "--norc", "--noprofile", f"/proc/self/fd/{COMMAND_FD}"], {})
+
+
+def _make_parents(root: int, path: str, mode: int) -> None:
+    parts = [part for part in path.split("/") if part][:-1]
+    for index in range(len(parts)):
+        above = "/".join(parts[: index + 1])
+        try:
+            os.close(sc.open_in_root(root, above, os.O_PATH | os.O_DIRECTORY))
+        except FileNotFoundError:
+            parent = sc.open_in_root(root, "/".join(parts[:index]) or ".", os.O_PATH | os.O_DIRECTORY)
+            try:
+                os.mkdir(parts[index], mode, dir_fd=parent)
+            finally:
+                os.close(parent)
+
+
+def _open_files(pid: int) -> list[dict[str, Any]]:
+    """Open files of a process that a rotated root would leave in the sealed layer."""
+    found = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith(("pipe:", "/dev/", "/memfd:")) and int(name) in (
+            0,
+            1,
+            2,
+            255,
+            COMMAND_FD,
+            STATUS_FD,
+            SCRIPT_FD,
+        ):
+            continue
+        if target == "/dev/null":
+            continue
+        found.append({"fd": int(name), "path": target[:200]})
+    return found
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(4096)
+    except OSError:
+        return ""

@@ -1,0 +1,107 @@
+"""The library's end of the spawner: start it, ask it, end it.
+
+Owns the process and the socket. A spawner never falls back: what it cannot do on this machine is raised with
+the check that failed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from agentgym.errors import BackendUnavailable, SandboxError
+from agentgym.sandboxes import state, wire
+from agentgym.sandboxes.spawner import remove_tree
+
+# a bare package object stands in for agentgym, whose own start would import far more than a fork should copy
+_BOOT = (
+    "import os,sys,types;p=types.ModuleType('agentgym');p.__path__=[os.environ.pop('AGENTGYM_CODE')];"
+    "sys.modules['agentgym']=p;from agentgym.sandboxes.spawner import main;"
+    "main(os.environ['AGENTGYM_STATE_FOLDER'],*map(int,os.environ.pop('AGENTGYM_START').split()))"
+)
+
+
+class Spawner:
+    """A running spawner process."""
+
+    def __init__(self) -> None:
+        """Start it in memory if that works, else in the first state root that does.
+
+        Raises:
+            BackendUnavailable: names what each attempt answered.
+        """
+        self._lock = threading.Lock()
+        refusals = []
+        for root, in_memory in state.places():
+            try:
+                self._start(state.new_folder(state.open_root(root)), in_memory)
+                return
+            except (OSError, BackendUnavailable) as error:
+                refusals.append(f"{root}{' (memory)' if in_memory else ''}: {error}")
+        raise BackendUnavailable(
+            f"backend 'namespace' cannot run here ({'; '.join(refusals)}). It needs Linux with overlayfs and mount "
+            "and PID namespaces; `agentgym doctor` shows each check. Use --set env.backend=local for an unisolated copy"
+        )
+
+    def _start(self, folder: str, in_memory: bool) -> None:
+        ours, theirs = wire.pair()
+        import agentgym
+
+        env = {
+            "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+            "LC_ALL": "C.UTF-8",
+            "PYTHONHOME": f"{sys.base_prefix}:{sys.base_exec_prefix}",
+            state.MARK: folder,
+            "AGENTGYM_CODE": next(iter(agentgym.__path__)),
+            "AGENTGYM_START": f"{theirs.fileno()} {int(in_memory)}",
+        }
+        with theirs:
+            # the name in the process list is all that an agent can read of it
+            self.process = subprocess.Popen(
+                ["agentgym-sandbox", "-S", "-c", _BOOT],
+                executable=os.path.realpath(sys.executable),
+                pass_fds=[theirs.fileno()],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                cwd="/",
+            )
+        self.socket = ours
+        self.folder = folder
+        self.pid = os.getpid()
+        try:
+            hello, _ = wire.receive(ours)
+        except EOFError:
+            hello = {"error": f"the spawner ended with status {self.process.wait()}"}
+        if "error" in hello:
+            ours.close()
+            self.process.wait()
+            remove_tree(folder)
+            raise BackendUnavailable(hello["error"])
+        # its mounts are its own: the way to its files leads through its process
+        self.layers = f"/proc/{self.process.pid}/root" + self.ask("hello")[0]["layers"]
+        self.in_memory = in_memory
+
+    def ask(self, what: str, fds: list[int] | None = None, **arguments: Any) -> tuple[dict[str, Any], list[int]]:
+        """Send one request and wait for its answer.
+
+        Raises:
+            SandboxError: refused, or the spawner is gone.
+        """
+        with self._lock:
+            try:
+                wire.send(self.socket, {"do": what, **arguments}, fds)
+                answer, given = wire.receive(self.socket)
+            except (OSError, EOFError) as error:
+                raise SandboxError(f"the spawner is gone ({error}); all its sandboxes ended, start again") from error
+        if "error" in answer:
+            raise SandboxError(f"{what}: {answer['error']}")
+        return answer, given
+
+    def close(self) -> None:
+        """End every sandbox, remove the folder, wait until both are done."""
+        self.socket.close()
+        if self.pid == os.getpid():
+            self.process.wait()

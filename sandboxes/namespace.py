@@ -1,0 +1,505 @@
+"""Backend `namespace`: overlay layers and Linux namespaces, driven by direct system calls.
+
+Owns what a sandbox and a snapshot of it are; `spawner.py` makes them, `box.py` lives in them, `shell.py`
+speaks to their shell. A snapshot seals the upper layer and puts a fresh one under the living processes
+(rotate), or copies it where other processes are alive; a fork stacks a new upper on the sealed layers and
+replays the shell's state.
+
+Protects from: reading or changing host files outside the allow-listed, read-only base; reaching any network;
+seeing or signalling host processes; keeping anything alive after close; inheriting host variables.
+Does not protect from: exhausting memory, processors, process numbers or disk; kernel faults. Those limits
+are reported as missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from agentgym.errors import (
+    BackendUnavailable,
+    PathRefused,
+    SandboxError,
+    SnapshotBusy,
+    SnapshotError,
+    SnapshotUnsupported,
+)
+from agentgym.sandbox import DEFAULT_OUTPUT_BYTES, Capabilities, Change, ExecResult, FileSpec, SandboxSpec
+from agentgym.sandboxes import layers, shell, wire
+from agentgym.sandboxes.body import Body, pristine
+from agentgym.sandboxes.client import Spawner
+from agentgym.sandboxes.overlay import MAX_DEPTH
+from agentgym.sandboxes.seeds import command_seed, hash_seed
+from agentgym.sandboxes.state import collect_garbage
+from agentgym.types import Level
+
+_CAPABILITIES = Capabilities(
+    level=Level.SHELL,
+    isolation=frozenset({"network", "pids", "readonly_host", "own_root", "capabilities"}),
+    missing={
+        "memory": "a command can use all memory of this machine",
+        "cpu": "a command can use all processors",
+        "disk": "a command can fill the disk that holds the state folder",
+        "seccomp": "all system calls are allowed to a process without capabilities",
+    },
+    max_depth=MAX_DEPTH,
+)
+
+
+class NamespaceBackend:
+    """Makes sandboxes through one spawner process, started on first use.
+
+    A few blank sandboxes stand ready with namespaces and a shell that has done nothing; a fork takes one, and
+    only mounts its layers and replays its shell's state. Each is used once: nothing is ever cleaned and reused.
+    """
+
+    name = "namespace"
+
+    def __init__(self, pool: int = 2) -> None:
+        """Nothing starts before the first use; `pool` is how many blanks to keep ready."""
+        self.pool = pool
+        self.defaults: frozenset[bytes] = frozenset()
+        """What a shell says of itself in which nothing was typed; a replay need not repeat it."""
+        self._spawner: Spawner | None = None
+        self._templates: dict[str, NamespaceSnapshot] = {}
+        self._blanks: list[Body] = []
+        self._lock = threading.Lock()
+        self._wanted = threading.Semaphore(0)
+
+    def probe(self) -> Capabilities:
+        """Start the spawner and ask a shell in a sandbox for its state.
+
+        Raises:
+            BackendUnavailable: this machine refuses; says which check failed.
+        """
+        self.spawner()
+        return _CAPABILITIES
+
+    def spawner(self) -> Spawner:
+        """The running spawner; a forked process gets its own."""
+        with self._lock:
+            if self._spawner is None or self._spawner.pid != os.getpid():
+                self._templates, self._blanks = {}, []
+                spawner = Spawner()
+                try:
+                    self.defaults = pristine(spawner)
+                except SandboxError as error:
+                    spawner.close()
+                    raise BackendUnavailable(
+                        f"backend 'namespace': {error}; `agentgym doctor` shows each check"
+                    ) from error
+                self._spawner = spawner
+                if self.pool:
+                    threading.Thread(target=self._refill, args=(spawner,), daemon=True, name="sandbox-pool").start()
+                    for _ in range(self.pool):
+                        self._wanted.release()
+            return self._spawner
+
+    def body(self, spawner: Spawner, chain: list[str]) -> Body | None:
+        """A blank that now stands on a chain, or None where none is ready."""
+        with self._lock:
+            blank = self._blanks.pop() if self._blanks and spawner is self._spawner else None
+        if blank is None:
+            return None
+        self._wanted.release()
+        mounts: list[int] = []
+        try:
+            mounts = spawner.ask("assign", box=blank.box, chain=chain)[1]
+            wire.send(blank.control, {"do": "rotate"}, mounts)
+            answer, _ = wire.receive(blank.control)
+        except (OSError, EOFError) as error:
+            answer = {"error": str(error) or "its first process ended"}
+        finally:
+            for fd in mounts:
+                os.close(fd)
+        if "error" in answer:
+            blank.discard(spawner)
+            raise SandboxError(f"a ready sandbox could not take its layers: {answer['error']}")
+        return blank
+
+    def _refill(self, spawner: Spawner) -> None:
+        while True:
+            self._wanted.acquire()
+            if spawner is not self._spawner or spawner.pid != os.getpid():
+                return
+            try:
+                blank = Body.start(spawner, [])
+            except SandboxError:
+                return  # the spawner is gone; whoever needs it next says so
+            with self._lock:
+                if spawner is self._spawner:
+                    self._blanks.append(blank)
+                    continue
+            blank.discard(spawner)
+            return
+
+    def create(self, spec: SandboxSpec) -> NamespaceSandbox:
+        """Start a sandbox from a spec; equal specs share a sealed starting layer."""
+        [sandbox] = self._template(spec).fork_with(1, spec.seed)
+        return sandbox
+
+    def _template(self, spec: SandboxSpec) -> NamespaceSnapshot:
+        spawner = self.spawner()
+        key = spec.key()
+        with self._lock:
+            if key not in self._templates:
+                made, _ = spawner.ask("layer")
+                home = FileSpec(spec.workdir, "dir", mode=0o755)
+                absolute = [_absolute(file, spec.workdir) for file in spec.files]
+                named = {file.path.rstrip("/") for file in absolute}
+                missing = [home] if spec.workdir not in named else []
+                layers.write_layer(os.path.join(spawner.layers, made["layer"]), [*missing, *absolute])
+                env = [*_ENV, ("PYTHONHASHSEED", str(hash_seed(spec.seed))), *spec.env]
+                state = shell.ShellState(shell.fresh_script(env, spec.workdir))
+                chain = [made["layer"]]
+                start = _Start(self, spec, chain, state.script)
+                self._templates[key] = NamespaceSnapshot(spawner, start, _Frozen(made["handle"], chain, state))
+            return self._templates[key]
+
+    def close(self) -> None:
+        """End every sandbox and remove the run's state folder."""
+        with self._lock:
+            spawner, self._spawner = self._spawner, None
+            blanks, self._blanks, self._templates = self._blanks, [], {}
+        self._wanted.release()
+        if spawner is not None:
+            for blank in blanks:
+                blank.discard(None)
+            spawner.close()
+
+
+_ENV = [
+    ("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"),
+    ("HOME", "/root"),
+    ("USER", "root"),
+    ("SHELL", "/bin/bash"),
+    ("LANG", "C.UTF-8"),
+    ("TERM", "dumb"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What a sandbox was created from: shared by all its forks."""
+
+    owner: NamespaceBackend
+    spec: SandboxSpec
+    chain: list[str]
+    script: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Frozen:
+    """What a snapshot holds of a sandbox."""
+
+    handle: int
+    chain: list[str]
+    """Layer names, top to bottom, without the base."""
+    state: shell.ShellState
+    seed: int = 0
+    commands_run: int = 0
+
+
+class NamespaceSandbox:
+    """A live sandbox. Calls on one sandbox wait for each other; different ones run side by side."""
+
+    backend = "namespace"
+    capabilities = _CAPABILITIES
+
+    def __init__(
+        self, spawner: Spawner, start: _Start, chain: list[str], script: bytes, *, world: list[str] | None = None
+    ) -> None:
+        """Start the processes; the answer to the first command shows whether that worked."""
+        owner = start.owner
+        self._spawner = spawner
+        self._start = start
+        self._lock = threading.RLock()
+        self.seed = 0
+        """Feeds RANDOM, together with the number of commands that ran."""
+        self.commands_run = 0
+        self._closed = False
+        self._exits: list[int] = []
+        body = (owner.body(spawner, chain) if world is None else None) or Body.start(spawner, chain, world)
+        os.write(body.script, script)
+        os.close(body.script)
+        self._control = body.control
+        self._box = body.box
+        self.pid = body.pid
+        """Of the first process, as the host counts."""
+        self.id = f"box-{spawner.pid}-{self._box}"
+        self._shell = shell.Shell(body.fds, self._control.fileno())
+
+    def run(self, command: str, *, timeout_s: float = 30.0, max_output_bytes: int = DEFAULT_OUTPUT_BYTES) -> ExecResult:
+        """See `agentgym.sandbox.Sandbox.run`."""
+        if "\0" in command:
+            return ExecResult(1, "", "a command cannot contain a NUL byte")
+        with self._lock:
+            self._check()
+            self.commands_run += 1
+            started = time.perf_counter()
+            outcome = self._shell.run(
+                command,
+                timeout_s=timeout_s,
+                max_output_bytes=max_output_bytes,
+                random_seed=command_seed(self.seed, self.commands_run),
+            )
+            code, killed = outcome.status, False
+            if outcome.ended == "shell":
+                status = self._exit_status()
+                code, killed = (status, False) if status >= 0 else (None, True)
+            if outcome.ended != "status":
+                self._restart_shell()
+            return ExecResult(
+                code,
+                outcome.output.text,
+                outcome.errors.text,
+                timed_out=outcome.ended == "deadline",
+                killed=killed,
+                shell_restarted=outcome.ended != "status",
+                truncated=outcome.output.truncated or outcome.errors.truncated,
+                stdout_bytes=outcome.output.total_bytes,
+                stderr_bytes=outcome.errors.total_bytes,
+                duration_s=time.perf_counter() - started,
+            )
+
+    def read(self, path: str, *, max_bytes: int = DEFAULT_OUTPUT_BYTES) -> bytes:
+        """See `agentgym.sandbox.Sandbox.read`."""
+        with self._lock:
+            fd = self._open(path, write=False, mode=0)
+            with open(fd, "rb", buffering=0) as file:
+                data = bytearray()
+                while len(data) < max_bytes and (chunk := file.read(max_bytes - len(data))):
+                    data += chunk
+                return bytes(data)
+
+    def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """See `agentgym.sandbox.Sandbox.write`."""
+        with self._lock:
+            fd = self._open(path, write=True, mode=mode)
+            with open(fd, "wb") as file:
+                file.write(data)
+
+    def snapshot(self, *, require: Level | None = None) -> NamespaceSnapshot:
+        """See `agentgym.sandbox.Sandbox.snapshot`."""
+        if require is not None and require > Level.SHELL:
+            raise SnapshotUnsupported(f"backend 'namespace' keeps level shell; level {require} was required")
+        with self._lock:
+            self._check()
+            state, named = self._shell.capture(self._start.owner.defaults)
+            alive = self._ask("tasks", freeze=True)
+            others, files, cwd = alive["tasks"], alive["files"], alive["cwd"]
+            try:
+                answer, mounts = self._seal(copy=bool(others or files))
+                if mounts:
+                    self._rotate(mounts, None if named else cwd)
+            finally:
+                if others:
+                    self._ask("thaw")
+            losses = [f"process {task['pid']} ({task['name']})" for task in others]
+            losses += [f"open file {file['fd']} ({file['path']})" for file in files]
+            if not named:
+                state = shell.ShellState(state.script + b"cd -- " + _quoted(cwd) + b"\n")
+                if cwd.endswith(" (deleted)"):
+                    losses.append(f"working directory {cwd}")
+            frozen = _Frozen(answer["handle"], answer["chain"], state, self.seed, self.commands_run)
+            return NamespaceSnapshot(self._spawner, self._start, frozen, tuple(losses))
+
+    def close(self) -> None:
+        """End every process of the sandbox; its files are deleted in the background."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._shell.close()
+            self._control.close()
+            if self._spawner.pid == os.getpid():
+                with contextlib.suppress(SandboxError):
+                    self._spawner.ask("close", box=self._box)
+
+    def _seal(self, copy: bool) -> tuple[dict[str, Any], list[int]]:
+        try:
+            return self._spawner.ask("seal", box=self._box, copy=copy)
+        except SandboxError as error:
+            if "to copy" in str(error):
+                raise SnapshotBusy(f"{error}; end the background processes, or snapshot later") from error
+            raise SnapshotError(str(error)) from error
+
+    def _rotate(self, mounts: list[int], cwd: str | None) -> None:
+        try:
+            self._ask("rotate", mounts)
+        except SandboxError:
+            self.close()
+            raise
+        finally:
+            for fd in mounts:
+                os.close(fd)
+        if not self._shell.change_root(cwd) and cwd is None:
+            self.close()
+            raise SandboxError("the shell did not follow its root into the fresh layer; the sandbox is closed")
+
+    def _open(self, path: str, write: bool, mode: int) -> int:
+        self._check()
+        if "\0" in path:
+            raise PathRefused(f"path {path!r} has a NUL byte")
+        whole = path if path.startswith("/") else f"{self._start.spec.workdir}/{path}"
+        try:
+            _, fds = self._request("open", [], path=whole, write=write, mode=mode, above=0o755)
+        except OSError as error:
+            verb = "written" if write else "read"
+            raise PathRefused(f"{path!r} cannot be {verb}: {os.strerror(error.errno or 0)}") from error
+        return fds[0]
+
+    def _restart_shell(self) -> None:
+        """End everything that lives in the sandbox and start a shell in which nothing was typed yet."""
+        left = self._ask("kill")["left"]
+        if left:
+            self.close()
+            raise SandboxError(f"{left} processes survived being killed; the sandbox is closed")
+        self._exits.clear()
+        ours, theirs = shell.make_pipes()
+        source = shell.script_file(self._start.script)
+        try:
+            self._ask("shell", [*theirs, source])
+        finally:
+            for fd in (*theirs, source):
+                os.close(fd)
+        self._shell.close()
+        self._shell = shell.Shell(ours, self._control.fileno())
+
+    def _exit_status(self) -> int:
+        while not self._exits:
+            self._take()
+        return self._exits.pop()
+
+    def _ask(self, what: str, fds: list[int] | None = None, **arguments: Any) -> dict[str, Any]:
+        try:
+            return self._request(what, fds or [], **arguments)[0]
+        except OSError as error:
+            raise SandboxError(f"sandbox {self.id}, {what}: {error}") from error
+
+    def _request(self, what: str, fds: list[int], **arguments: Any) -> tuple[dict[str, Any], list[int]]:
+        try:
+            wire.send(self._control, {"do": what, **arguments}, fds)
+            while (answer := self._take()) is None:
+                pass
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise SandboxError(f"sandbox {self.id} is gone: its first process was killed") from error
+        message, given = answer
+        if "error" in message:
+            raise OSError(message["errno"], message["error"])
+        return message, given
+
+    def _take(self) -> tuple[dict[str, Any], list[int]] | None:
+        """One message of the first process; None for an event, which is noted."""
+        try:
+            message, fds = wire.receive(self._control)
+        except EOFError as error:
+            self.close()
+            raise SandboxError(f"sandbox {self.id} is gone: its first process ended") from error
+        if message.get("event") == "exit":
+            self._exits.append(message["status"])
+            return None
+        if message.get("event") == "broken":
+            self.close()
+            raise SandboxError(f"sandbox {self.id} could not be set up: {message['error']}")
+        return message, fds
+
+    def _check(self) -> None:
+        if self._closed:
+            raise SandboxError(f"sandbox {self.id} is closed; fork a snapshot of it, or create another")
+
+
+class NamespaceSnapshot:
+    """Sealed layers and a shell state; forks and releases through the spawner."""
+
+    def __init__(self, spawner: Spawner, start: _Start, frozen: _Frozen, losses: tuple[str, ...] = ()) -> None:
+        self.id = f"snap-{spawner.pid}-{frozen.handle}"
+        self.level = Level.SHELL
+        self.losses = losses
+        self.chain = frozen.chain
+        self._spawner = spawner
+        self._start = start
+        self._frozen = frozen
+        self._released = False
+
+    def fork(self, n: int = 1) -> list[NamespaceSandbox]:
+        """Give n live sandboxes that start from here, each with its own upper layer."""
+        return self.fork_with(n, self._frozen.seed)
+
+    def fork_with(self, n: int, seed: int) -> list[NamespaceSandbox]:
+        """As `fork`, with another seed for RANDOM."""
+        self._check()
+        made: list[NamespaceSandbox] = []
+        try:
+            for _ in range(n):
+                sandbox = NamespaceSandbox(self._spawner, self._start, self.chain, self._frozen.state.script)
+                sandbox.seed, sandbox.commands_run = seed, self._frozen.commands_run
+                made.append(sandbox)
+        except BaseException:
+            for sandbox in made:
+                sandbox.close()
+            raise
+        return made
+
+    def digest(self) -> str:
+        """Over files and shell state; computed anew each time, so it also proves that nothing changed."""
+        self._check()
+        return f"{layers.digest(self._spawner.layers, self.chain)}-{self._frozen.state.digest()[:16]}"
+
+    def changes(self) -> dict[str, Change]:
+        """See `agentgym.sandbox.SandboxSnapshot.changes`."""
+        self._check()
+        return layers.changes(self._spawner.layers, self.chain, self._start.chain)
+
+    def inspect(self, files: Mapping[str, bytes], command: str, *, timeout_s: float) -> ExecResult:
+        """See `agentgym.sandbox.SandboxSnapshot.inspect`."""
+        self._check()
+        made, _ = self._spawner.ask("layer")
+        try:
+            specs = [FileSpec(f"/grader/{name}", data=data, mode=0o755) for name, data in files.items()]
+            specs += [FileSpec("/world", "dir", mode=0o755), FileSpec("/grader", "dir", mode=0o700)]
+            layers.write_layer(os.path.join(self._spawner.layers, made["layer"]), specs)
+            script = shell.fresh_script(_ENV, "/grader")
+            start = _Start(self._start.owner, SandboxSpec(workdir="/grader"), [made["layer"]], script)
+            inspector = NamespaceSandbox(self._spawner, start, start.chain, script, world=self.chain)
+            try:
+                return inspector.run(command, timeout_s=timeout_s)
+            finally:
+                inspector.close()
+        finally:
+            self._spawner.ask("release", handle=made["handle"])
+
+    def release(self) -> None:
+        """Give the layers back; those that nothing else stands on are deleted in the background."""
+        if not self._released:
+            self._released = True
+            if self._spawner.pid == os.getpid():
+                with contextlib.suppress(SandboxError):
+                    self._spawner.ask("release", handle=self._frozen.handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _check(self) -> None:
+        if self._released:
+            raise SnapshotError(f"snapshot {self.id} was released; take another one")
+
+
+def _absolute(file: FileSpec, workdir: str) -> FileSpec:
+    path = file.path if file.path.startswith("/") else f"{workdir}/{file.path}"
+    return FileSpec(path, file.kind, file.data, file.mode, file.mtime_s)
+
+
+def _quoted(text: str) -> bytes:
+    return b"'" + os.fsencode(text).replace(b"'", b"'\\''") + b"'"
+
+
+__all__ = ["NamespaceBackend", "NamespaceSandbox", "NamespaceSnapshot", "collect_garbage"]

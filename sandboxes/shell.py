@@ -1,0 +1,327 @@
+"""The host's side of one bash: commands in, output and status back, state out.
+
+Owns the protocol and nothing of isolation, so that every backend on this machine can use it. Bash reads its
+script from a pipe that we write, line by line: each command is one `eval` with the control descriptors
+closed, followed by one line that reports the status. There is no prompt to imitate and no end marker in
+the output to fake. Status and output still come from untrusted code; nothing here is ever a reward.
+
+What it keeps between commands is the whole shell. The options e, u, n, v, x last for one command: kept,
+they would end or silence the session at the next harmless failure.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import select
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentgym.errors import SandboxError
+
+COMMAND_FD, STATUS_FD, SCRIPT_FD = 200, 202, 203
+_DRAIN_BYTES = 1 << 20
+_CHUNK = 1 << 16
+_PARTS = 5
+# functions, their attributes, variables, settings, limits and directory; a NUL ends each, and no value has one
+_CAPTURE = (
+    r"{ \declare -f; \printf '\0'; \declare -F; \printf '\0'; \declare -p; \printf '\0'; "
+    r"""\printf 'set --'; \printf ' %s' "${@@Q}"; \printf '\n'; \alias -p; \trap -p; \umask -p; \shopt -p; """
+    r"\set +o; \printf '\0'; \ulimit -S -a; \ulimit -H -a; "
+    r"""if [[ . -ef $PWD ]]; then \printf 'cd -- %s\n' "${PWD@Q}"; fi; \printf '\0'; } >&202 2>/dev/null"""
+)
+_VOLATILE = re.compile(
+    rb"^declare -\S+ (?:BASHPID|BASH_ARGC|BASH_ARGV|BASH_ARGV0|BASH_COMMAND|BASH_LINENO|BASH_SOURCE|BASH_SUBSHELL"
+    rb"|BASH_VERSINFO|BASHOPTS|SHELLOPTS|BASH_VERSION|COMP_WORDBREAKS|DIRSTACK|EPOCHREALTIME|EPOCHSECONDS|EUID|FUNCNAME"
+    rb"|GROUPS|HISTCMD|HOSTNAME|LINENO|MACHTYPE|OSTYPE|PIPESTATUS|PPID|RANDOM|SRANDOM|UID|_)(?:=.*)?$"
+)
+_LIMIT = re.compile(rb"^.*\((?:[^()]*, )?-(\w)\)\s+(\S+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """Output that was collected under a limit."""
+
+    text: str
+    total_bytes: int
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one command ended: with a status, at the deadline, or with the shell itself."""
+
+    status: int | None
+    ended: str
+    """"status", "deadline" or "shell"."""
+    output: Captured
+    errors: Captured
+
+
+@dataclass(frozen=True, slots=True)
+class ShellState:
+    """Everything of a shell that a script can bring back, between two commands."""
+
+    script: bytes
+
+    def digest(self) -> str:
+        """A hash without what always differs, such as SECONDS."""
+        lines = [line for line in self.script.split(b"\n") if not line.startswith(b"declare -i SECONDS=")]
+        return hashlib.sha256(b"\n".join(lines)).hexdigest()
+
+
+class Collector:
+    """Keeps head and tail of a stream in bounded memory and counts the rest."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit = limit_bytes
+        self.half = limit_bytes // 2
+        self.head = bytearray()
+        self.tail = bytearray()
+        self.total = 0
+
+    def add(self, chunk: bytes) -> None:
+        """Take the next bytes."""
+        self.total += len(chunk)
+        room = self.limit - len(self.head)
+        if room > 0:
+            self.head += chunk[:room]
+            chunk = chunk[room:]
+        if chunk:
+            self.tail += chunk
+            if len(self.tail) > 4 * self.limit + _CHUNK:
+                del self.tail[: len(self.tail) - self.limit]
+
+    def captured(self) -> Captured:
+        """The text, cut in the middle with a count where it was too long; invalid bytes are replaced."""
+        if self.total <= self.limit:
+            return Captured(self.head.decode("utf-8", "replace"), self.total, False)
+        keep = self.limit - self.half
+        tail = (self.head + self.tail)[-keep:] if keep else b""
+        cut = self.total - self.half - keep
+        text = self.head[: self.half].decode("utf-8", "ignore") + f"\n[... {cut} bytes cut ...]\n"
+        return Captured(text + tail.decode("utf-8", "ignore"), self.total, True)
+
+
+def make_pipes() -> tuple[list[int], list[int]]:
+    """Four pipes: our ends (commands, output, errors, status) and the shell's, in the same order."""
+    ours, theirs = [], []
+    for index in range(4):
+        read, write = os.pipe2(os.O_CLOEXEC)
+        mine, other = (write, read) if index == 0 else (read, write)
+        flags = fcntl.fcntl(mine, fcntl.F_GETFL)
+        fcntl.fcntl(mine, fcntl.F_SETFL, flags | os.O_NONBLOCK)
+        ours.append(mine)
+        theirs.append(other)
+    return ours, theirs
+
+
+def script_file(script: bytes) -> int:
+    """A file in memory that the shell reads at its start: one read call instead of one a byte."""
+    fd = os.memfd_create("script", os.MFD_CLOEXEC)
+    os.write(fd, script)
+    return fd
+
+
+def fresh_script(env: Sequence[tuple[str, str]], workdir: str) -> bytes:
+    """The state of a shell in which nothing was typed yet."""
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in env]
+    lines += ["shopt -s expand_aliases", "umask 0022", f"cd -- {shlex.quote(workdir)}", "unset OLDPWD"]
+    return os.fsencode("\n".join(lines) + "\n")
+
+
+class Shell:
+    """A running bash; owns our ends of its pipes."""
+
+    def __init__(self, fds: list[int], alive_fd: int) -> None:
+        """Take over the descriptors of `make_pipes`.
+
+        Args:
+            fds: Our ends.
+            alive_fd: Becomes readable when the shell ends; stays the caller's.
+        """
+        self.commands, self.output, self.errors, self.status = fds
+        self.alive_fd = alive_fd
+        self.sequence = 0
+        self._status_bytes = bytearray()
+        self._poller = select.poll()
+        for fd in (self.output, self.errors, self.status, alive_fd):
+            self._poller.register(fd, select.POLLIN)
+        closing = f"exec {COMMAND_FD}<&- {SCRIPT_FD}<&-"
+        self._prelude = f"\\. /proc/self/fd/{SCRIPT_FD} >/dev/null 2>&1\n{closing}\n".encode()
+
+    def run(self, command: str, *, timeout_s: float, max_output_bytes: int, random_seed: int) -> Outcome:
+        """Run a command to its end, its deadline, or the shell's death.
+
+        Args:
+            command: Any text without NUL.
+            timeout_s: From now.
+            max_output_bytes: Of each stream.
+            random_seed: Seeds RANDOM, so that what it draws does not depend on whether the shell was forked.
+        """
+        line = f"RANDOM={random_seed};\\eval {_quoted(command)} {STATUS_FD}>&-\n"
+        collectors = (Collector(max_output_bytes), Collector(max_output_bytes))
+        status, ended, _ = self._exchange(line, 0, timeout_s, collectors)
+        return Outcome(status, ended, collectors[0].captured(), collectors[1].captured())
+
+    def settings(self) -> frozenset[bytes]:
+        """Lines of the state that a shell in which nothing was typed has as well."""
+        _, _, variables, settings, rest = self._state_parts(10.0)
+        # functions are read back with extglob on, so that its being off must be said
+        return frozenset([*variables, *settings, *rest]) - {b"shopt -u extglob", b""}
+
+    def _state_parts(self, timeout_s: float) -> list[list[bytes]]:
+        sink = (Collector(0), Collector(0))
+        _, ended, parts = self._exchange(_CAPTURE + "\n", _PARTS, timeout_s, sink)
+        if ended != "status" or len(parts) != _PARTS:
+            raise SandboxError(f"the shell does not give its state ({ended}); its functions may hide built-ins")
+        return [part.split(b"\n") for part in parts]
+
+    def capture(self, defaults: frozenset[bytes], *, timeout_s: float = 10.0) -> tuple[ShellState, bool]:
+        """The state, and whether the working directory could be named.
+
+        Args:
+            defaults: Lines that need not be replayed, from `settings` of a shell just started.
+            timeout_s: For the shell to answer.
+
+        Raises:
+            SandboxError: the shell does not answer.
+        """
+        functions, attributes, variables, settings, rest = self._state_parts(timeout_s)
+        variables = [line for line in variables if line not in defaults]
+        settings = [line for line in settings if line not in defaults]
+        kept = [line for line in variables if not _VOLATILE.match(line)]
+        # unset first: a starting bash marks it as exported, and declaring it would keep the mark
+        oldpwd = [b"unset OLDPWD", *(line for line in kept if re.match(rb"^declare -\S+ OLDPWD=", line))]
+        limits = _changed_limits(rest, defaults)
+        moves = [line for line in rest if line.startswith(b"cd -- ")][-1:]
+        lines = [b"shopt -s extglob", *functions]
+        lines += [line for line in attributes if not line.startswith(b"declare -f ")]
+        lines += [b"unset PATH HOSTNAME PS4", *kept, *settings]
+        lines += [b"ulimit -%s %s" % limit for limit in limits]
+        return ShellState(b"\n".join([*lines, *moves, *oldpwd, b""])), bool(moves)
+
+    def change_root(self, physical: str | None, *, timeout_s: float = 10.0) -> bool:
+        """Enter the working directory anew after the root changed below the shell; False if it cannot."""
+        where = "${PWD@Q}" if physical is None else _in_double_quotes(_quoted(physical))
+        line = (
+            f'if [[ -v OLDPWD ]]; then \\eval "\\cd -- {where} && OLDPWD=${{OLDPWD@Q}}"; '
+            f'else \\eval "\\cd -- {where}" && \\unset OLDPWD; fi >/dev/null 2>&1\n'
+        )
+        status, ended, _ = self._exchange(line, 0, timeout_s, (Collector(0), Collector(0)))
+        return ended == "status" and status == 0
+
+    def close(self) -> None:
+        """Close our ends."""
+        for fd in (self.commands, self.output, self.errors, self.status):
+            os.close(fd)
+
+    def _exchange(
+        self, line: str, num_parts: int, timeout_s: float, collectors: tuple[Collector, Collector]
+    ) -> tuple[int | None, str, list[bytes]]:
+        self.sequence += 1
+        report = f"{{ \\printf '{self.sequence} %s\\0' \"$?\";\\set +eunvx;}} >&{STATUS_FD} 2>/dev/null\n"
+        pending = memoryview(self._prelude + os.fsencode(line) + report.encode())
+        self._prelude = b""
+        parts: list[bytes] = []
+        deadline = time.monotonic() + timeout_s
+        pending = self._push(pending)
+        if pending:
+            self._poller.register(self.commands, select.POLLOUT)
+        try:
+            while True:
+                left = deadline - time.monotonic()
+                ready = self._poller.poll(max(0.0, left) * 1000)
+                if not ready:
+                    if left <= 0:
+                        return None, "deadline", parts
+                    continue
+                died = False
+                for fd, _ in ready:
+                    if fd == self.output:
+                        self._read_into(fd, collectors[0])
+                    elif fd == self.errors:
+                        self._read_into(fd, collectors[1])
+                    elif fd == self.commands:
+                        pending = self._push(pending)
+                        if not pending:
+                            self._poller.unregister(self.commands)
+                    elif fd == self.alive_fd:
+                        died = True
+                status = self._read_status(parts, num_parts)
+                if status is not None or died:
+                    self._drain(collectors)
+                    return status, "status" if status is not None else "shell", parts
+        finally:
+            if pending:
+                self._poller.unregister(self.commands)
+
+    def _push(self, pending: memoryview) -> memoryview:
+        try:
+            return pending[os.write(self.commands, pending) :]
+        except BlockingIOError:
+            return pending
+        except BrokenPipeError:
+            return pending[len(pending) :]
+
+    def _read_status(self, parts: list[bytes], num_parts: int) -> int | None:
+        try:
+            self._status_bytes += os.read(self.status, _CHUNK)
+        except BlockingIOError:
+            return None
+        while b"\0" in self._status_bytes:
+            message, _, rest = bytes(self._status_bytes).partition(b"\0")
+            self._status_bytes = bytearray(rest)
+            if len(parts) < num_parts:
+                parts.append(message)
+                continue
+            number, _, status = message.partition(b" ")
+            # anything else is not ours: a stray report of the agent's own making is dropped
+            if number == b"%d" % self.sequence and status.isdigit():
+                return int(status)
+        return None
+
+    def _read_into(self, fd: int, collector: Collector) -> int:
+        try:
+            chunk = os.read(fd, _CHUNK)
+        except BlockingIOError:
+            return 0
+        if not chunk:
+            self._poller.unregister(fd)
+        collector.add(chunk)
+        return len(chunk)
+
+    def _drain(self, collectors: tuple[Collector, Collector]) -> None:
+        # bounded: a background job may go on writing for ever
+        for fd, collector in ((self.output, collectors[0]), (self.errors, collectors[1])):
+            taken = 0
+            while taken < _DRAIN_BYTES:
+                try:
+                    chunk = os.read(fd, _CHUNK)
+                except BlockingIOError:
+                    break
+                if not chunk:
+                    break
+                collector.add(chunk)
+                taken += len(chunk)
+
+
+def _changed_limits(rest: Sequence[bytes], defaults: frozenset[bytes]) -> list[tuple[bytes, bytes]]:
+    found = [(line, match) for line in rest if (match := _LIMIT.match(line))]
+    half = len(found) // 2
+    kinds = [b"S"] * half + [b"H"] * (len(found) - half)
+    # p, the pipe size, cannot be set; a soft limit may look like the default of a hard one, so both are told
+    changed = {match[1] for line, match in found if line not in defaults}
+    return [(kind + m[1], m[2]) for kind, (_, m) in zip(kinds, found, strict=True) if m[1] in changed - {b"p"}]
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"
+
+
+def _in_double_quotes(text: str) -> str:
+    return re.sub(r'([\\$`"])', r"\\\1", text)
