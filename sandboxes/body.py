@@ -1,4 +1,4 @@
-"""The processes of a sandbox as the library holds them, before and while one uses them.
+"""The parts of a sandbox as the library holds them: its processes, what it started from, what is frozen.
 
 Owns the pipes, the control socket and the start of a blank, and the first shell of a backend, which shows
 that sandboxes can be started and what a fresh shell says of itself.
@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
+import weakref
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from agentgym.errors import SandboxError
+from agentgym.sandbox import SandboxSpec
 from agentgym.sandboxes import shell, wire
 from agentgym.sandboxes.client import Spawner
 
@@ -51,6 +55,25 @@ class Body:
                 os.close(fd)
         return cls(made["box"], made["pid"], control, ours, script)
 
+    def wait_ready(self) -> None:
+        """Wait until it is set up and its shell reads: before that, its root may not be exchanged.
+
+        Raises:
+            SandboxError: it could not be set up.
+        """
+        try:
+            wire.send(self.control, {"do": "ready"})
+            answer, _ = wire.receive(self.control)
+        except (OSError, EOFError) as error:
+            raise SandboxError("a sandbox ended while it was set up") from error
+        if "error" in answer:
+            raise SandboxError(f"a sandbox cannot be set up: {answer['error']}")
+        poller = select.poll()
+        poller.register(self.fds[3], select.POLLIN)
+        poller.register(self.control, select.POLLIN)
+        if [fd for fd, _ in poller.poll(10_000)] != [self.fds[3]]:
+            raise SandboxError("a sandbox's shell did not start: is /bin/bash there?")
+
     def discard(self, spawner: Spawner | None) -> None:
         """End it before any sandbox used it."""
         self.control.close()
@@ -61,19 +84,46 @@ class Body:
                 spawner.ask("close", box=self.box)
 
 
+class Owner(Protocol):
+    """What a sandbox asks of the backend that made it."""
+
+    defaults: frozenset[bytes]
+    live: weakref.WeakSet[Any]
+
+    def body(self, spawner: Spawner, chain: list[str]) -> Body | None:
+        """A blank that now stands on a chain, or None where none is ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a sandbox was created from: shared by all its forks."""
+
+    owner: Owner
+    spec: SandboxSpec
+    chain: list[str]
+    script: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """What a snapshot holds of a sandbox."""
+
+    handle: int
+    chain: list[str]
+    """Layer names, top to bottom, without the base."""
+    state: shell.ShellState
+    seed: int = 0
+    commands_run: int = 0
+
+
 def pristine(spawner: Spawner) -> frozenset[bytes]:
     """The settings of a shell in a sandbox that has just started; also the proof that one can be started."""
     body = Body.start(spawner, [])
     os.close(body.script)
     bash = shell.Shell(body.fds, body.control.fileno())
     try:
+        body.wait_ready()
         return bash.settings()
-    except SandboxError:
-        with contextlib.suppress(EOFError, BlockingIOError):
-            body.control.setblocking(False)
-            message, _ = wire.receive(body.control)
-            raise SandboxError(f"a sandbox cannot be set up: {message.get('error', message)}") from None
-        raise
     finally:
         bash.close()
         body.control.close()

@@ -15,14 +15,13 @@ import resource
 import select
 import signal
 import socket
-import stat
 import time
 from typing import Any
 
-from agentgym.sandboxes import overlay, wire
+from agentgym.sandboxes import hostfiles, overlay, wire
 from agentgym.sandboxes import syscalls as sc
 
-COMMAND_FD, STATUS_FD, SCRIPT_FD = 200, 202, 203
+COMMAND_FD, STATUS_FD, SCRIPT_FD = 30, 31, 32
 _PARKED = 600
 """Descriptors wait from here up while everything below is closed."""
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid, net_bind_service, sys_chroot
@@ -81,6 +80,10 @@ class Box:
                 wire.send(self.control, {"event": "exit", "status": os.waitstatus_to_exitcode(status)})
 
     # what the library asks for
+
+    def do_ready(self, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
+        """Say that the sandbox is set up."""
+        return {}, []
 
     def do_shell(self, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
         """Start a shell on (commands, output, errors, status, script)."""
@@ -141,20 +144,9 @@ class Box:
         """Open a regular file as the sandbox sees it; `above` is the mode of directories made for it."""
         root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            if write:
-                _make_parents(root, path, above)
-            # never block on a pipe that the agent put there; check what was opened, not what was named
-            flags = os.O_NONBLOCK | os.O_NOCTTY | (os.O_WRONLY | os.O_CREAT if write else os.O_RDONLY)
-            fd = sc.open_in_root(root, path, flags, mode)
+            fd = hostfiles.open_regular(root, path, write=write, mode=mode, above=above)
         finally:
             os.close(root)
-        kind = os.fstat(fd).st_mode
-        if not stat.S_ISREG(kind) or sc.file_system_magic(fd) == sc.PROC_MAGIC:
-            os.close(fd)
-            raise OSError(errno.EINVAL, f"{path} is not a regular file")
-        if write:
-            os.ftruncate(fd, 0)
-            os.fchmod(fd, mode)
         return {"size": os.fstat(fd).st_size}, [fd]
 
     # inside
@@ -200,6 +192,7 @@ def run(fds: list[int], layers: str, upper: str, views: list[View], binds: list[
         userxattr: True in a user namespace.
     """
     sc.die_with_parent()
+    signal.set_wakeup_fd(-1)  # the spawner's, closed below
     parked = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _PARKED) for fd in fds]
     sc.close_range(3, _PARKED - 1)
     sc.close_range(max(parked) + 1)
@@ -271,7 +264,6 @@ def _become_shell(fds: list[int]) -> None:
         os.dup2(fd, target)
     os.dup2(null, 0)
     sc.close_range(3, COMMAND_FD - 1)
-    sc.close_range(COMMAND_FD + 1, STATUS_FD - 1)
     sc.close_range(SCRIPT_FD + 1)
     os.setsid()
     os.umask(0o022)
@@ -280,21 +272,9 @@ def _become_shell(fds: list[int]) -> None:
         signal.signal(number, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sc.cut_capabilities(_KEPT_CAPABILITIES)
-    os.execve("/bin/bash", ["bash", "--norc", "--noprofile", f"/proc/self/fd/{COMMAND_FD}"], {})
-
-
-def _make_parents(root: int, path: str, mode: int) -> None:
-    parts = [part for part in path.split("/") if part][:-1]
-    for index in range(len(parts)):
-        above = "/".join(parts[: index + 1])
-        try:
-            os.close(sc.open_in_root(root, above, os.O_PATH | os.O_DIRECTORY))
-        except FileNotFoundError:
-            parent = sc.open_in_root(root, "/".join(parts[:index]) or ".", os.O_PATH | os.O_DIRECTORY)
-            try:
-                os.mkdir(parts[index], mode, dir_fd=parent)
-            finally:
-                os.close(parent)
+    # a script named "bash", so that messages begin as everybody knows them: "bash: line 1: ..."
+    os.chdir("/dev/shell")
+    os.execve("/bin/bash", ["bash", "--norc", "--noprofile", "bash"], {})
 
 
 def _open_files(pid: int) -> list[dict[str, Any]]:

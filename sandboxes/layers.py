@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from agentgym.errors import SnapshotError
@@ -43,6 +43,11 @@ class Entry:
             while chunk := file.read(1 << 20):
                 digest.update(chunk)
         return digest.hexdigest()
+
+    def change(self) -> Change:
+        """The entry as something new."""
+        size = self.size_bytes if self.kind() == "file" else 0
+        return Change(self.kind(), self.mode & 0o7777, size, self.sha256(), self.target)
 
     def kind(self) -> str:
         """As in `Change`; "other" for sockets and pipes."""
@@ -78,8 +83,8 @@ def write_layer(layer: str, files: Sequence[FileSpec]) -> None:
             os.utime(path, (spec.mtime_s, spec.mtime_s), follow_symlinks=False)
 
 
-def _walk(root: str, prefix: str) -> Iterator[tuple[str, Entry]]:
-    """Every path of one layer folder, each directory before what is in it."""
+def walk(root: str, prefix: str = "") -> Iterator[tuple[str, Entry]]:
+    """Every path below a folder, each directory before what is in it."""
     with os.scandir(root) as found:
         entries = sorted(found, key=lambda e: e.name)
     for found_entry in entries:
@@ -99,7 +104,7 @@ def _walk(root: str, prefix: str) -> Iterator[tuple[str, Entry]]:
         )
         yield path, entry
         if is_dir:
-            yield from _walk(found_entry.path, path)
+            yield from walk(found_entry.path, path)
 
 
 def _opaque(path: str) -> bool:
@@ -117,7 +122,7 @@ def merged(layers: str, chain: Sequence[str]) -> dict[str, Entry]:
     for name in chain:
         fresh: dict[str, Entry] = {}
         for part, prefix in (("r", ""), ("u", "/usr")):
-            for path, entry in _walk(os.path.join(layers, name, part), prefix):
+            for path, entry in walk(os.path.join(layers, name, part), prefix):
                 if path not in seen and not _below(path, hidden):
                     fresh[path] = entry
         seen |= fresh
@@ -134,13 +139,13 @@ def _below(path: str, hidden: set[str]) -> bool:
     return False
 
 
-def digest(layers: str, chain: Sequence[str]) -> str:
-    """A hash over path, type, mode, size, content, link target and whiteouts of the merged view.
+def digest(entries: Mapping[str, Entry]) -> str:
+    """A hash over path, type, mode, size, content, link target and whiteouts.
 
     Modification times are left out: equal content made at different moments is an equal state.
     """
     total = hashlib.sha256()
-    for path, entry in sorted(merged(layers, chain).items()):
+    for path, entry in sorted(entries.items()):
         parts = (path, str(entry.mode), str(entry.size_bytes if stat.S_ISREG(entry.mode) else 0), entry.sha256())
         total.update("\0".join((*parts, entry.target, str(entry.opaque))).encode("utf-8", "surrogateescape") + b"\n")
     return total.hexdigest()
@@ -169,14 +174,8 @@ def changes(layers: str, chain: Sequence[str], start: Sequence[str]) -> dict[str
                     found[lower] = Change("deleted")
         if entry.deleted:
             _delete(path, old, before, found)
-        elif not _same(entry, old):
-            found[path] = Change(
-                entry.kind(),
-                entry.mode & 0o7777,
-                entry.size_bytes if entry.kind() == "file" else 0,
-                entry.sha256(),
-                entry.target,
-            )
+        elif not same(entry, old):
+            found[path] = entry.change()
     return found
 
 
@@ -200,7 +199,7 @@ def _in_host_usr(path: str) -> Entry | None:
     return Entry(info.st_mode, info.st_size, info.st_mtime_ns, path, target)
 
 
-def _same(new: Entry, old: Entry | None) -> bool:
+def same(new: Entry, old: Entry | None) -> bool:
     """True for a copied-up entry that nobody changed: overlayfs copies parents, and files opened for writing."""
     if old is None or old.deleted or new.mode != old.mode or new.target != old.target:
         return False

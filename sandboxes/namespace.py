@@ -8,7 +8,8 @@ replays the shell's state.
 Protects from: reading or changing host files outside the allow-listed, read-only base; reaching any network;
 seeing or signalling host processes; keeping anything alive after close; inheriting host variables.
 Does not protect from: exhausting memory, processors, process numbers or disk; kernel faults. Those limits
-are reported as missing.
+are reported as missing. A hard link made before a snapshot becomes two files once one of its names is
+written after it, as overlayfs has it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Self
 
 from agentgym.errors import (
@@ -31,7 +32,7 @@ from agentgym.errors import (
 )
 from agentgym.sandbox import DEFAULT_OUTPUT_BYTES, Capabilities, Change, ExecResult, FileSpec, SandboxSpec
 from agentgym.sandboxes import layers, shell, wire
-from agentgym.sandboxes.body import Body, pristine
+from agentgym.sandboxes.body import Body, Frozen, Start, pristine
 from agentgym.sandboxes.client import Spawner
 from agentgym.sandboxes.overlay import MAX_DEPTH
 from agentgym.sandboxes.seeds import command_seed, hash_seed
@@ -68,6 +69,7 @@ class NamespaceBackend:
         self._spawner: Spawner | None = None
         self._templates: dict[str, NamespaceSnapshot] = {}
         self._blanks: list[Body] = []
+        self.live: weakref.WeakSet[NamespaceSandbox] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._wanted = threading.Semaphore(0)
 
@@ -131,6 +133,11 @@ class NamespaceBackend:
                 blank = Body.start(spawner, [])
             except SandboxError:
                 return  # the spawner is gone; whoever needs it next says so
+            try:
+                blank.wait_ready()
+            except SandboxError:
+                blank.discard(spawner)
+                return
             with self._lock:
                 if spawner is self._spawner:
                     self._blanks.append(blank)
@@ -157,8 +164,8 @@ class NamespaceBackend:
                 env = [*_ENV, ("PYTHONHASHSEED", str(hash_seed(spec.seed))), *spec.env]
                 state = shell.ShellState(shell.fresh_script(env, spec.workdir))
                 chain = [made["layer"]]
-                start = _Start(self, spec, chain, state.script)
-                self._templates[key] = NamespaceSnapshot(spawner, start, _Frozen(made["handle"], chain, state))
+                start = Start(self, spec, chain, state.script)
+                self._templates[key] = NamespaceSnapshot(spawner, start, Frozen(made["handle"], chain, state))
             return self._templates[key]
 
     def close(self) -> None:
@@ -168,6 +175,8 @@ class NamespaceBackend:
             blanks, self._blanks, self._templates = self._blanks, [], {}
         self._wanted.release()
         if spawner is not None:
+            for sandbox in list(self.live):
+                sandbox.close()
             for blank in blanks:
                 blank.discard(None)
             spawner.close()
@@ -183,28 +192,6 @@ _ENV = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """What a sandbox was created from: shared by all its forks."""
-
-    owner: NamespaceBackend
-    spec: SandboxSpec
-    chain: list[str]
-    script: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Frozen:
-    """What a snapshot holds of a sandbox."""
-
-    handle: int
-    chain: list[str]
-    """Layer names, top to bottom, without the base."""
-    state: shell.ShellState
-    seed: int = 0
-    commands_run: int = 0
-
-
 class NamespaceSandbox:
     """A live sandbox. Calls on one sandbox wait for each other; different ones run side by side."""
 
@@ -212,7 +199,7 @@ class NamespaceSandbox:
     capabilities = _CAPABILITIES
 
     def __init__(
-        self, spawner: Spawner, start: _Start, chain: list[str], script: bytes, *, world: list[str] | None = None
+        self, spawner: Spawner, start: Start, chain: list[str], script: bytes, *, world: list[str] | None = None
     ) -> None:
         """Start the processes; the answer to the first command shows whether that worked."""
         owner = start.owner
@@ -233,6 +220,7 @@ class NamespaceSandbox:
         """Of the first process, as the host counts."""
         self.id = f"box-{spawner.pid}-{self._box}"
         self._shell = shell.Shell(body.fds, self._control.fileno())
+        owner.live.add(self)
 
     def run(self, command: str, *, timeout_s: float = 30.0, max_output_bytes: int = DEFAULT_OUTPUT_BYTES) -> ExecResult:
         """See `agentgym.sandbox.Sandbox.run`."""
@@ -244,28 +232,15 @@ class NamespaceSandbox:
             started = time.perf_counter()
             outcome = self._shell.run(
                 command,
+                self.commands_run,
                 timeout_s=timeout_s,
                 max_output_bytes=max_output_bytes,
                 random_seed=command_seed(self.seed, self.commands_run),
             )
-            code, killed = outcome.status, False
-            if outcome.ended == "shell":
-                status = self._exit_status()
-                code, killed = (status, False) if status >= 0 else (None, True)
+            status = self._exit_status() if outcome.ended == "shell" else outcome.status
             if outcome.ended != "status":
                 self._restart_shell()
-            return ExecResult(
-                code,
-                outcome.output.text,
-                outcome.errors.text,
-                timed_out=outcome.ended == "deadline",
-                killed=killed,
-                shell_restarted=outcome.ended != "status",
-                truncated=outcome.output.truncated or outcome.errors.truncated,
-                stdout_bytes=outcome.output.total_bytes,
-                stderr_bytes=outcome.errors.total_bytes,
-                duration_s=time.perf_counter() - started,
-            )
+            return shell.result(outcome, status, time.perf_counter() - started)
 
     def read(self, path: str, *, max_bytes: int = DEFAULT_OUTPUT_BYTES) -> bytes:
         """See `agentgym.sandbox.Sandbox.read`."""
@@ -306,7 +281,7 @@ class NamespaceSandbox:
                 state = shell.ShellState(state.script + b"cd -- " + _quoted(cwd) + b"\n")
                 if cwd.endswith(" (deleted)"):
                     losses.append(f"working directory {cwd}")
-            frozen = _Frozen(answer["handle"], answer["chain"], state, self.seed, self.commands_run)
+            frozen = Frozen(answer["handle"], answer["chain"], state, self.seed, self.commands_run)
             return NamespaceSnapshot(self._spawner, self._start, frozen, tuple(losses))
 
     def close(self) -> None:
@@ -417,7 +392,7 @@ class NamespaceSandbox:
 class NamespaceSnapshot:
     """Sealed layers and a shell state; forks and releases through the spawner."""
 
-    def __init__(self, spawner: Spawner, start: _Start, frozen: _Frozen, losses: tuple[str, ...] = ()) -> None:
+    def __init__(self, spawner: Spawner, start: Start, frozen: Frozen, losses: tuple[str, ...] = ()) -> None:
         self.id = f"snap-{spawner.pid}-{frozen.handle}"
         self.level = Level.SHELL
         self.losses = losses
@@ -449,7 +424,8 @@ class NamespaceSnapshot:
     def digest(self) -> str:
         """Over files and shell state; computed anew each time, so it also proves that nothing changed."""
         self._check()
-        return f"{layers.digest(self._spawner.layers, self.chain)}-{self._frozen.state.digest()[:16]}"
+        files = layers.digest(layers.merged(self._spawner.layers, self.chain))
+        return f"{files}-{self._frozen.state.digest()[:16]}"
 
     def changes(self) -> dict[str, Change]:
         """See `agentgym.sandbox.SandboxSnapshot.changes`."""
@@ -465,7 +441,7 @@ class NamespaceSnapshot:
             specs += [FileSpec("/world", "dir", mode=0o755), FileSpec("/grader", "dir", mode=0o700)]
             layers.write_layer(os.path.join(self._spawner.layers, made["layer"]), specs)
             script = shell.fresh_script(_ENV, "/grader")
-            start = _Start(self._start.owner, SandboxSpec(workdir="/grader"), [made["layer"]], script)
+            start = Start(self._start.owner, SandboxSpec(workdir="/grader"), [made["layer"]], script)
             inspector = NamespaceSandbox(self._spawner, start, start.chain, script, world=self.chain)
             try:
                 return inspector.run(command, timeout_s=timeout_s)

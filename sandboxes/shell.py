@@ -1,9 +1,10 @@
 """The host's side of one bash: commands in, output and status back, state out.
 
-Owns the protocol and nothing of isolation, so that every backend on this machine can use it. Bash reads its
-script from a pipe that we write, line by line: each command is one `eval` with the control descriptors
-closed, followed by one line that reports the status. There is no prompt to imitate and no end marker in
-the output to fake. Status and output still come from untrusted code; nothing here is ever a reward.
+Owns the protocol and nothing of isolation, so that every backend on this machine can use it. Bash runs one
+loop, all on line 1, that reads a text from a pipe, evaluates it with the control descriptors closed, and
+reports the status on another pipe. There is no prompt to imitate and no end marker in the output to fake,
+and messages count lines as `bash -c` does, however many commands or forks came before. Status and output
+still come from untrusted code; nothing here is ever a reward.
 
 What it keeps between commands is the whole shell. The options e, u, n, v, x last for one command: kept,
 they would end or silence the session at the next harmless failure.
@@ -22,22 +23,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentgym.errors import SandboxError
+from agentgym.sandbox import ExecResult
 
-COMMAND_FD, STATUS_FD, SCRIPT_FD = 200, 202, 203
+COMMAND_FD, STATUS_FD, SCRIPT_FD = 30, 31, 32
+# the report comes first in the loop, so that it is also made after a stray `break` or `continue`
+_LOOP = (
+    r"while :; do while { \set +eunvx; } 2>/dev/null; "
+    rf"""\builtin printf '%s %s\0' "$__agentgym_n" "$__agentgym_s" >&{STATUS_FD}; """
+    rf"IFS=' ' \builtin read -r -d '' -u {COMMAND_FD} __agentgym_n __agentgym_r || \builtin exit; "
+    rf"IFS= \builtin read -r -d '' -u {COMMAND_FD} __agentgym_c || \builtin exit; "
+    r"do __agentgym_s=0; if [[ $__agentgym_n == [0-9]* ]]; then RANDOM=$__agentgym_r; "
+    rf'\builtin eval "$__agentgym_c" {COMMAND_FD}<&- {STATUS_FD}>&-; '
+    r'else \builtin eval "$__agentgym_c"; fi; __agentgym_s=$?; done; done; \builtin exit'
+    "\n"
+)
 _DRAIN_BYTES = 1 << 20
 _CHUNK = 1 << 16
 _PARTS = 5
 # functions, their attributes, variables, settings, limits and directory; a NUL ends each, and no value has one
 _CAPTURE = (
-    r"{ \declare -f; \printf '\0'; \declare -F; \printf '\0'; \declare -p; \printf '\0'; "
+    r"{ \printf 'begin\0'; \declare -f; \printf '\0'; \declare -F; \printf '\0'; \declare -p; \printf '\0'; "
     r"""\printf 'set --'; \printf ' %s' "${@@Q}"; \printf '\n'; \alias -p; \trap -p; \umask -p; \shopt -p; """
     r"\set +o; \printf '\0'; \ulimit -S -a; \ulimit -H -a; "
-    r"""if [[ . -ef $PWD ]]; then \printf 'cd -- %s\n' "${PWD@Q}"; fi; \printf '\0'; } >&202 2>/dev/null"""
+    r"""if [[ . -ef $PWD ]]; then \printf 'cd -- %s\n' "${PWD@Q}"; fi; \printf '\0'; } >&31 2>/dev/null"""
 )
 _VOLATILE = re.compile(
     rb"^declare -\S+ (?:BASHPID|BASH_ARGC|BASH_ARGV|BASH_ARGV0|BASH_COMMAND|BASH_LINENO|BASH_SOURCE|BASH_SUBSHELL"
     rb"|BASH_VERSINFO|BASHOPTS|SHELLOPTS|BASH_VERSION|COMP_WORDBREAKS|DIRSTACK|EPOCHREALTIME|EPOCHSECONDS|EUID|FUNCNAME"
-    rb"|GROUPS|HISTCMD|HOSTNAME|LINENO|MACHTYPE|OSTYPE|PIPESTATUS|PPID|RANDOM|SRANDOM|UID|_)(?:=.*)?$"
+    rb"|GROUPS|__agentgym_.|HISTCMD|HOSTNAME|LINENO|MACHTYPE|OSTYPE|PIPESTATUS|PPID|RANDOM|SRANDOM|UID|_)(?:=.*)?$"
 )
 _LIMIT = re.compile(rb"^.*\((?:[^()]*, )?-(\w)\)\s+(\S+)$")
 
@@ -107,8 +120,29 @@ class Collector:
         return Captured(text + tail.decode("utf-8", "ignore"), self.total, True)
 
 
+def result(outcome: Outcome, status: int | None, duration_s: float) -> ExecResult:
+    """The outcome as callers see it; `status` is the shell's own where it ended, negative for a signal."""
+    ended = outcome.ended == "shell"
+    killed = ended and status is not None and status < 0
+    return ExecResult(
+        None if killed or outcome.ended == "deadline" else status,
+        outcome.output.text,
+        outcome.errors.text,
+        timed_out=outcome.ended == "deadline",
+        killed=killed,
+        shell_restarted=outcome.ended != "status",
+        truncated=outcome.output.truncated or outcome.errors.truncated,
+        stdout_bytes=outcome.output.total_bytes,
+        stderr_bytes=outcome.errors.total_bytes,
+        duration_s=duration_s,
+    )
+
+
 def make_pipes() -> tuple[list[int], list[int]]:
-    """Four pipes: our ends (commands, output, errors, status) and the shell's, in the same order."""
+    """Four pipes: our ends (commands, output, errors, status) and the shell's, in the same order.
+
+    The loop is written already: a shell that starts on them reports once on the status pipe when it is ready.
+    """
     ours, theirs = [], []
     for index in range(4):
         read, write = os.pipe2(os.O_CLOEXEC)
@@ -117,6 +151,7 @@ def make_pipes() -> tuple[list[int], list[int]]:
         fcntl.fcntl(mine, fcntl.F_SETFL, flags | os.O_NONBLOCK)
         ours.append(mine)
         theirs.append(other)
+    os.write(ours[0], _LOOP.encode())
     return ours, theirs
 
 
@@ -146,26 +181,24 @@ class Shell:
         """
         self.commands, self.output, self.errors, self.status = fds
         self.alive_fd = alive_fd
-        self.sequence = 0
         self._status_bytes = bytearray()
         self._poller = select.poll()
         for fd in (self.output, self.errors, self.status, alive_fd):
             self._poller.register(fd, select.POLLIN)
-        closing = f"exec {COMMAND_FD}<&- {SCRIPT_FD}<&-"
-        self._prelude = f"\\. /proc/self/fd/{SCRIPT_FD} >/dev/null 2>&1\n{closing}\n".encode()
+        self._prelude = f"start 0\0\\. /dev/fd/{SCRIPT_FD} >/dev/null 2>&1;exec {SCRIPT_FD}<&-\0".encode()
 
-    def run(self, command: str, *, timeout_s: float, max_output_bytes: int, random_seed: int) -> Outcome:
+    def run(self, command: str, number: int, *, timeout_s: float, max_output_bytes: int, random_seed: int) -> Outcome:
         """Run a command to its end, its deadline, or the shell's death.
 
         Args:
             command: Any text without NUL.
+            number: How many commands ran in this state's past; the shell can see it.
             timeout_s: From now.
             max_output_bytes: Of each stream.
             random_seed: Seeds RANDOM, so that what it draws does not depend on whether the shell was forked.
         """
-        line = f"RANDOM={random_seed};\\eval {_quoted(command)} {STATUS_FD}>&-\n"
         collectors = (Collector(max_output_bytes), Collector(max_output_bytes))
-        status, ended, _ = self._exchange(line, 0, timeout_s, collectors)
+        status, ended, _ = self._exchange(command, str(number), 0, timeout_s, collectors, random_seed)
         return Outcome(status, ended, collectors[0].captured(), collectors[1].captured())
 
     def settings(self) -> frozenset[bytes]:
@@ -176,10 +209,10 @@ class Shell:
 
     def _state_parts(self, timeout_s: float) -> list[list[bytes]]:
         sink = (Collector(0), Collector(0))
-        _, ended, parts = self._exchange(_CAPTURE + "\n", _PARTS, timeout_s, sink)
-        if ended != "status" or len(parts) != _PARTS:
+        _, ended, parts = self._exchange(_CAPTURE, "state", _PARTS, timeout_s, sink)
+        if ended != "status" or len(parts) != _PARTS + 1:
             raise SandboxError(f"the shell does not give its state ({ended}); its functions may hide built-ins")
-        return [part.split(b"\n") for part in parts]
+        return [part.split(b"\n") for part in parts[1:]]
 
     def capture(self, defaults: frozenset[bytes], *, timeout_s: float = 10.0) -> tuple[ShellState, bool]:
         """The state, and whether the working directory could be named.
@@ -208,11 +241,11 @@ class Shell:
     def change_root(self, physical: str | None, *, timeout_s: float = 10.0) -> bool:
         """Enter the working directory anew after the root changed below the shell; False if it cannot."""
         where = "${PWD@Q}" if physical is None else _in_double_quotes(_quoted(physical))
-        line = (
+        text = (
             f'if [[ -v OLDPWD ]]; then \\eval "\\cd -- {where} && OLDPWD=${{OLDPWD@Q}}"; '
-            f'else \\eval "\\cd -- {where}" && \\unset OLDPWD; fi >/dev/null 2>&1\n'
+            f'else \\eval "\\cd -- {where}" && \\unset OLDPWD; fi >/dev/null 2>&1'
         )
-        status, ended, _ = self._exchange(line, 0, timeout_s, (Collector(0), Collector(0)))
+        status, ended, _ = self._exchange(text, "root", 0, timeout_s, (Collector(0), Collector(0)))
         return ended == "status" and status == 0
 
     def close(self) -> None:
@@ -221,11 +254,15 @@ class Shell:
             os.close(fd)
 
     def _exchange(
-        self, line: str, num_parts: int, timeout_s: float, collectors: tuple[Collector, Collector]
+        self,
+        text: str,
+        label: str,
+        num_parts: int,
+        timeout_s: float,
+        collectors: tuple[Collector, Collector],
+        random_seed: int = 0,
     ) -> tuple[int | None, str, list[bytes]]:
-        self.sequence += 1
-        report = f"{{ \\printf '{self.sequence} %s\\0' \"$?\";\\set +eunvx;}} >&{STATUS_FD} 2>/dev/null\n"
-        pending = memoryview(self._prelude + os.fsencode(line) + report.encode())
+        pending = memoryview(self._prelude + os.fsencode(f"{label} {random_seed}\0{text}\0"))
         self._prelude = b""
         parts: list[bytes] = []
         deadline = time.monotonic() + timeout_s
@@ -252,7 +289,7 @@ class Shell:
                             self._poller.unregister(self.commands)
                     elif fd == self.alive_fd:
                         died = True
-                status = self._read_status(parts, num_parts)
+                status = self._read_status(parts, num_parts, label.encode())
                 if status is not None or died:
                     self._drain(collectors)
                     return status, "status" if status is not None else "shell", parts
@@ -268,7 +305,7 @@ class Shell:
         except BrokenPipeError:
             return pending[len(pending) :]
 
-    def _read_status(self, parts: list[bytes], num_parts: int) -> int | None:
+    def _read_status(self, parts: list[bytes], num_parts: int, label: bytes) -> int | None:
         try:
             self._status_bytes += os.read(self.status, _CHUNK)
         except BlockingIOError:
@@ -276,12 +313,13 @@ class Shell:
         while b"\0" in self._status_bytes:
             message, _, rest = bytes(self._status_bytes).partition(b"\0")
             self._status_bytes = bytearray(rest)
-            if len(parts) < num_parts:
-                parts.append(message)
+            if len(parts) < num_parts + bool(num_parts):
+                if parts or message == b"begin":
+                    parts.append(message)
                 continue
-            number, _, status = message.partition(b" ")
+            found, _, status = message.partition(b" ")
             # anything else is not ours: a stray report of the agent's own making is dropped
-            if number == b"%d" % self.sequence and status.isdigit():
+            if found == label and status.isdigit():
                 return int(status)
         return None
 

