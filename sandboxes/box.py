@@ -22,6 +22,9 @@ from agentgym.sandboxes import hostfiles, overlay, wire
 from agentgym.sandboxes import syscalls as sc
 
 COMMAND_FD, STATUS_FD, SCRIPT_FD = 30, 31, 32
+_PLACES = (COMMAND_FD, 1, 2, STATUS_FD, SCRIPT_FD, 0)
+_SAVED = 10
+"""From here up bash keeps copies of descriptors that a running command has redirected."""
 _PARKED = 600
 """Descriptors wait from here up while everything below is closed."""
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid, net_bind_service, sys_chroot
@@ -113,7 +116,7 @@ class Box:
             self._wait_stopped()
             others = self._others()
         tasks = [{"pid": pid, "name": _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()[:80]} for pid in others]
-        files = [entry for entry in _open_files(self.shell)] if self.shell else []
+        files = _open_files(self.shell) if self.shell else []
         cwd = ""
         if self.shell:
             with contextlib.suppress(OSError):
@@ -152,15 +155,26 @@ class Box:
     # inside
 
     def start_shell(self, fds: list[int]) -> None:
-        """Fork the shell; the parent keeps nothing of its descriptors."""
-        pid = os.fork()
-        if pid:
-            self.shell = pid
-            return
-        try:
-            _become_shell(fds)
-        finally:
-            os._exit(127)
+        """Start the shell; its descriptors stay open here, for the caller to close."""
+        # Python and the spawner ignore some signals, and bash keeps what it inherits
+        default = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+        # parked: a descriptor to place must not stand where another belongs; all but those placed close on exec
+        parked = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _PARKED) for fd in (*fds, os.open("/dev/null", os.O_RDONLY))]
+        actions = [(os.POSIX_SPAWN_DUP2, fd, place) for fd, place in zip(parked, _PLACES, strict=True)]
+        # a script named "bash", so that messages begin as everybody knows them: "bash: line 1: ..."
+        os.chdir("/dev/shell")
+        # unlike fork, this copies no page tables: 0.2 ms instead of 0.8
+        self.shell = os.posix_spawn(
+            "/bin/bash",
+            ["bash", "--norc", "--noprofile", "bash"],
+            {},
+            file_actions=actions,
+            setsid=True,
+            setsigdef=default,
+        )
+        os.chdir("/")
+        for fd in parked:
+            os.close(fd)
 
     def _others(self) -> list[int]:
         return [int(n) for n in os.listdir("/proc") if n.isdigit() and int(n) not in (1, self.shell)]
@@ -200,6 +214,7 @@ def run(fds: list[int], layers: str, upper: str, views: list[View], binds: list[
     try:
         mounts = _build_root(layers, upper, views, binds, userxattr)
         sc.sethostname("sandbox")
+        _set_limits()
         box = Box(control, mounts)
         box.start_shell(parked[1:])
         for fd in parked[1:]:
@@ -254,50 +269,29 @@ def _mask_proc() -> None:
             os.close(fd)
 
 
-def _become_shell(fds: list[int]) -> None:
-    commands, output, errors, status, script = fds
-    # park above first: a descriptor to place may stand where another belongs
-    parked = [fcntl.fcntl(fd, fcntl.F_DUPFD, _PARKED) for fd in (commands, output, errors, status, script)]
-    null = os.open("/dev/null", os.O_RDONLY)
-    targets = (COMMAND_FD, 1, 2, STATUS_FD, SCRIPT_FD)
-    for fd, target in zip(parked, targets, strict=True):
-        os.dup2(fd, target)
-    os.dup2(null, 0)
-    sc.close_range(3, COMMAND_FD - 1)
-    sc.close_range(SCRIPT_FD + 1)
-    os.setsid()
+def _set_limits() -> None:
+    """What everything below this process gets: the shell is started with these and cannot lift them.
+
+    This process itself keeps its capabilities, since it never executes anything.
+    """
     os.umask(0o022)
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        # Python and the spawner ignore some, and bash keeps what it inherits
-        signal.signal(number, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    sc.cut_capabilities(_KEPT_CAPABILITIES)
-    # a script named "bash", so that messages begin as everybody knows them: "bash: line 1: ..."
-    os.chdir("/dev/shell")
-    os.execve("/bin/bash", ["bash", "--norc", "--noprofile", "bash"], {})
+    sc.bound_capabilities(_KEPT_CAPABILITIES)
 
 
 def _open_files(pid: int) -> list[dict[str, Any]]:
-    """Open files of a process that a rotated root would leave in the sealed layer."""
+    """Open files of a shell that a rotated root would leave in the sealed layer, and that no fork gets back."""
     found = []
     for name in os.listdir(f"/proc/{pid}/fd"):
         try:
             target = os.readlink(f"/proc/{pid}/fd/{name}")
         except OSError:
             continue
-        if target.startswith(("pipe:", "/dev/", "/memfd:")) and int(name) in (
-            0,
-            1,
-            2,
-            255,
-            COMMAND_FD,
-            STATUS_FD,
-            SCRIPT_FD,
-        ):
+        number = int(name)
+        ours = number in _PLACES or number >= _SAVED
+        if target == "/dev/null" or (ours and target.startswith(("pipe:", "/memfd:"))):
             continue
-        if target == "/dev/null":
-            continue
-        found.append({"fd": int(name), "path": target[:200]})
+        found.append({"fd": number, "path": target[:200]})
     return found
 
 

@@ -265,8 +265,13 @@ class NamespaceSandbox:
             raise SnapshotUnsupported(f"backend 'namespace' keeps level shell; level {require} was required")
         with self._lock:
             self._check()
-            state, named = self._shell.capture(self._start.owner.defaults)
-            alive = self._ask("tasks", freeze=True)
+            alive: dict[str, Any] = {}
+            # both at once: the shell writes its state down while the first process looks round
+            state, named = self._shell.capture(
+                self._start.owner.defaults, meanwhile=lambda: alive.update(self._ask("tasks", freeze=False))
+            )
+            if alive["tasks"]:
+                alive = self._ask("tasks", freeze=True)
             others, files, cwd = alive["tasks"], alive["files"], alive["cwd"]
             try:
                 answer, mounts = self._seal(copy=bool(others or files))

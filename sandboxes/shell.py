@@ -19,7 +19,7 @@ import re
 import select
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agentgym.errors import SandboxError
@@ -207,24 +207,27 @@ class Shell:
         # functions are read back with extglob on, so that its being off must be said
         return frozenset([*variables, *settings, *rest]) - {b"shopt -u extglob", b""}
 
-    def _state_parts(self, timeout_s: float) -> list[list[bytes]]:
+    def _state_parts(self, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> list[list[bytes]]:
         sink = (Collector(0), Collector(0))
-        _, ended, parts = self._exchange(_CAPTURE, "state", _PARTS, timeout_s, sink)
+        _, ended, parts = self._exchange(_CAPTURE, "state", _PARTS, timeout_s, sink, meanwhile=meanwhile)
         if ended != "status" or len(parts) != _PARTS + 1:
             raise SandboxError(f"the shell does not give its state ({ended}); its functions may hide built-ins")
         return [part.split(b"\n") for part in parts[1:]]
 
-    def capture(self, defaults: frozenset[bytes], *, timeout_s: float = 10.0) -> tuple[ShellState, bool]:
+    def capture(
+        self, defaults: frozenset[bytes], *, timeout_s: float = 10.0, meanwhile: Callable[[], None] = lambda: None
+    ) -> tuple[ShellState, bool]:
         """The state, and whether the working directory could be named.
 
         Args:
             defaults: Lines that need not be replayed, from `settings` of a shell just started.
             timeout_s: For the shell to answer.
+            meanwhile: Called while the shell writes.
 
         Raises:
             SandboxError: the shell does not answer.
         """
-        functions, attributes, variables, settings, rest = self._state_parts(timeout_s)
+        functions, attributes, variables, settings, rest = self._state_parts(timeout_s, meanwhile)
         variables = [line for line in variables if line not in defaults]
         settings = [line for line in settings if line not in defaults]
         kept = [line for line in variables if not _VOLATILE.match(line)]
@@ -261,6 +264,7 @@ class Shell:
         timeout_s: float,
         collectors: tuple[Collector, Collector],
         random_seed: int = 0,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[int | None, str, list[bytes]]:
         pending = memoryview(self._prelude + os.fsencode(f"{label} {random_seed}\0{text}\0"))
         self._prelude = b""
@@ -270,6 +274,7 @@ class Shell:
         if pending:
             self._poller.register(self.commands, select.POLLOUT)
         try:
+            meanwhile()
             while True:
                 left = deadline - time.monotonic()
                 ready = self._poller.poll(max(0.0, left) * 1000)

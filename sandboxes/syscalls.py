@@ -177,16 +177,11 @@ def die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def cut_capabilities(kept: frozenset[int]) -> None:
-    """Drop every capability but those kept, for good, and forbid gaining any through exec."""
+def bound_capabilities(kept: frozenset[int]) -> None:
+    """Let nothing that this process executes have more than these capabilities, or gain any through exec."""
     for number in range(64):
         if number not in kept and _libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0) < 0:
             break  # past the last capability that this kernel knows
-    mask = sum(1 << number for number in kept)
-    low, high = mask & 0xFFFFFFFF, mask >> 32
-    header = struct.pack("Ii", 0x20080522, 0)
-    data = struct.pack("IIIIII", low, low, 0, high, high, 0)
-    _checked(_libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(data)), "capset")
     _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
     _checked(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
 
