@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from agentgym.types import Level, Message, StopReason
@@ -44,7 +45,7 @@ class Timings:
     """Only on the first node after a fork."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Node:
     """The state after one turn, owning only the tokens that the turn added.
 
@@ -55,7 +56,7 @@ class Node:
 
     id: int
     """Within the tree, in order of growth; the root is 0. Same seed, same ids, whatever finishes first."""
-    parent: Node | None
+    parent: Node | None = field(repr=False)
     turn_index: int
     """Turns since the root; the root has 0, and the first turn 1."""
     action: str = ""
@@ -123,7 +124,7 @@ class Node:
 
     def path_ids(self) -> tuple[int, ...]:
         """The tokens of the branch from the root to here: what the engine reads next."""
-        return tuple(token for node in self.path() for token in node.token_ids_T)
+        return tuple(chain.from_iterable(node.token_ids_T for node in self.path()))
 
     def path_messages(self) -> list[Message]:
         """The chat from the root to here."""
@@ -192,17 +193,17 @@ def set_values(tree: Tree) -> None:
 
     Source: Monte-Carlo value of TreeRL (2025); unfinished and broken branches stay out.
     """
-    totals: dict[int, tuple[float, int]] = {}
+    sums, counts = [0.0] * len(tree.nodes), [0] * len(tree.nodes)
     for leaf in tree.scored_leaves():
         returned = branch_return(leaf)
-        if returned is None:
-            continue
-        for node in leaf.path():
-            total, count = totals.get(node.id, (0.0, 0))
-            totals[node.id] = (total + returned, count + 1)
-    for node in tree.nodes:
-        total, count = totals.get(node.id, (0.0, 0))
+        if returned is not None:
+            sums[leaf.id], counts[leaf.id] = returned, 1
+    for node in reversed(tree.nodes):  # children come after their parents
+        total, count = sums[node.id], counts[node.id]
         node.value = total / count if count else None
+        if node.parent is not None:
+            sums[node.parent.id] += total
+            counts[node.parent.id] += count
 
 
 @dataclass(frozen=True, slots=True)
