@@ -4,8 +4,10 @@
 need; everything heavier is imported where it is used.
 """
 
-from agentgym.env import AgentEnv, EnvSnapshot, Limits, Reply, fork
+from agentgym.env import AgentEnv, fork
+from agentgym.episode import Limits, Reply
 from agentgym.registry import list_envs, make, register
+from agentgym.snapshot import EnvSnapshot
 from agentgym.task import Task, load_tasks
 from agentgym.types import Action, Level, Message, Param, StopReason, ToolCall, ToolSpec
 

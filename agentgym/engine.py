@@ -34,8 +34,10 @@ def derive_seed(*parts: int | str) -> int:
     Returns:
         63 bits: the first eight bytes of SHA-256 over the parts' `repr`, without the sign.
     """
-    plain = tuple(part if isinstance(part, str) else int(part) for part in parts)
-    return int.from_bytes(hashlib.sha256(repr(plain).encode()).digest()[:8], "big") >> 1
+    for part in parts:
+        if type(part) is not int and type(part) is not str:  # numpy's integers have another repr
+            return derive_seed(*(str(p) if isinstance(p, str) else int(p) for p in parts))
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,13 @@ class Engine(Protocol):
     as a plain call: the rollout then plays without a hop to its event loop at each turn.
     """
 
-    renderer: Renderer
-    """Turns chat into tokens and tokens into text for this engine's model."""
     policy_version: int
     trainable: bool
     """False where ids or log-probabilities are not the policy's own: fine for evaluation, refused for training."""
+
+    @property
+    def renderer(self) -> Renderer:
+        """Turns chat into tokens and tokens into text for this engine's model."""
 
     async def sample(self, request: SampleRequest) -> Completion:
         """Sample one turn.

@@ -1,6 +1,6 @@
 """AgentEnv: a Gymnasium environment whose actions are a policy's turns and whose state forks.
 
-Owns the episode: counters, limits, random state, the three fates, snapshot and fork. An author writes
+Owns the turn, the three fates, random state, and when to freeze. An author writes
 `begin`, `act` and `grade`; whatever they store on `self` is copied by a fork, and whatever cannot be copied
 is attached as a resource. Leaves tools, worlds and graders to the environments in `agentgym.envs`.
 """
@@ -8,94 +8,23 @@ is attached as a resource. Leaves tools, worlds and graders to the environments 
 from __future__ import annotations
 
 import copy
-import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import TracebackType
+from dataclasses import replace
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 import gymnasium
 import numpy as np
 
-from agentgym.errors import AgentGymError, ConfigError, EnvError, ParseError, SnapshotError, SnapshotUnsupported
-from agentgym.parsing import get_codec, parse
+from agentgym.episode import ANY_TEXT, Episode, Limits, Reply, cut_middle
+from agentgym.errors import AgentGymError, ConfigError, EnvError, ParseError, SnapshotUnsupported, UnknownName
+from agentgym.parsing import check_calls, get_codec, parse
 from agentgym.sandbox import Resource, ResourceSnapshot
+from agentgym.snapshot import EnvSnapshot, copied
 from agentgym.task import Task, load_tasks
 from agentgym.types import Action, Level, Message, StepResult, StopReason, ToolCall, ToolSpec
 
-MAX_TEXT = 1 << 24
-
-
-class AnyText(gymnasium.spaces.Text):
-    """A space of all Unicode texts; gymnasium's own knows only a listed alphabet. Samples are short ASCII."""
-
-    def __init__(self, max_length: int = MAX_TEXT, seed: int | None = None) -> None:
-        super().__init__(max_length, min_length=0, charset=_PRINTABLE, seed=seed)
-
-    def contains(self, x: Any) -> bool:
-        """True for any text that is not too long."""
-        return isinstance(x, str) and len(x) <= self.max_length
-
-    def sample(self, mask: Any = None, probability: Any = None) -> str:
-        """A random printable text of at most 32 characters."""
-        length = int(self.np_random.integers(0, 33))
-        return "".join(_PRINTABLE[int(i)] for i in self.np_random.integers(0, len(_PRINTABLE), length))
-
-
 R = TypeVar("R", bound=Resource)
-
-_PRINTABLE = "".join(chr(c) for c in range(32, 127))
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """When an episode is cut. Counted inside the environment, so that forks inherit what is used up."""
-
-    max_turns: int = 20
-    max_tool_calls: int = 100
-    timeout_s: float = 600.0
-    """Seconds spent acting in the world, over the whole episode; sampling does not count."""
-    turn_timeout_s: float = 30.0
-    max_output_bytes: int = 10_000
-    """Of one observation; longer ones lose their middle and say how much."""
-    max_bad_calls: int = 3
-    """Unusable replies in a row."""
-    score_truncated: bool = True
-    """Score what exists when a limit ends the episode; otherwise the reward is 0."""
-
-    def __post_init__(self) -> None:
-        """Refuse limits that no episode could meet."""
-        for name in ("max_turns", "max_tool_calls", "timeout_s", "turn_timeout_s", "max_output_bytes", "max_bad_calls"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"limit {name} is {getattr(self, name)!r}; it must be above 0")
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What an author's `act` answers to one call."""
-
-    text: str
-    ended: bool = False
-    """True where the policy handed its work in: the episode is graded and terminated."""
-    rewards: Mapping[str, float] = field(default_factory=dict)
-    """Named rewards of this turn, beside the outcome."""
-
-
-@dataclass(slots=True)
-class Episode:
-    """What the base class counts; copied by every fork."""
-
-    task: Task
-    limits: Limits
-    turn: int = 0
-    tool_calls: int = 0
-    bad_calls: int = 0
-    cuts: int = 0
-    """Replies in a row that the engine's token limit cut."""
-    elapsed_s: float = 0.0
-    stop: StopReason | None = None
-    broken: str | None = None
 
 
 class AgentEnv(gymnasium.Env[str, str]):
@@ -109,10 +38,12 @@ class AgentEnv(gymnasium.Env[str, str]):
     connections is attached: `self.sandbox = self.attach(sandbox)`.
     """
 
-    metadata: dict[str, Any] = {"render_modes": ["ansi"]}  # noqa: RUF012  (gymnasium's own spelling)
+    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012  (gymnasium's own spelling)
     tools: ClassVar[tuple[ToolSpec, ...]] = ()
     needs: ClassVar[Level] = Level.STATE
     """The fork level without which the environment makes no sense."""
+    volatile: ClassVar[tuple[str, ...]] = ()
+    """Patterns of what may differ when a branch is played again, such as r"\\d+ ms"."""
 
     def __init__(
         self,
@@ -137,8 +68,9 @@ class AgentEnv(gymnasium.Env[str, str]):
         self.codec_name = codec
         self._codec = get_codec(codec)
         self.default_limits = limits or Limits()
-        self.action_space = AnyText()
-        self.observation_space = AnyText()
+        # copies have random streams of their own
+        self.action_space = copy.copy(ANY_TEXT)
+        self.observation_space = copy.copy(ANY_TEXT)
         self._episode: Episode | None = None
         self._resources: list[Resource] = []
         self.turn_messages: tuple[Message, ...] = ()
@@ -356,8 +288,6 @@ class AgentEnv(gymnasium.Env[str, str]):
         for task in self.tasks:
             if task.id == wanted:
                 return task
-        from agentgym.errors import UnknownName
-
         raise UnknownName.of("task", wanted, [t.id for t in self.tasks], "`agentgym list tasks` lists them")
 
     def _limits_of(self, task: Task) -> Limits:
@@ -400,7 +330,7 @@ class AgentEnv(gymnasium.Env[str, str]):
             episode.cuts += 1
             raise ParseError("the reply was cut by the token limit and was not executed; write a shorter one")
         if act.calls is not None:
-            return act.calls
+            return check_calls(act.calls, self.tools)
         return parse(act.text, self.tools, self._codec)
 
     def _limit_hit(self, episode: Episode) -> StopReason | None:
@@ -441,7 +371,10 @@ class AgentEnv(gymnasium.Env[str, str]):
             "messages": [message.to_openai() for message in self.turn_messages],
             "rewards": rewards,
             "stop_reason": None if episode.stop is None else str(episode.stop),
-            "left": {"turns": limits.max_turns - episode.turn, "tool_calls": limits.max_tool_calls - episode.tool_calls},
+            "left": {
+                "turns": limits.max_turns - episode.turn,
+                "tool_calls": limits.max_tool_calls - episode.tool_calls,
+            },
         }
 
     def _release_world(self) -> None:
@@ -454,167 +387,6 @@ def _text(action: Any) -> str:
     if not isinstance(action, str):
         raise EnvError(f"an action is a text or an Action, got {type(action).__name__}")
     return action
-
-
-def cut_middle(text: str, limit_bytes: int) -> str:
-    """Keep head and tail of a text that is too long, and say between them how many bytes were cut."""
-    if len(text) <= limit_bytes // 4:
-        return text
-    raw = text.encode("utf-8", "surrogatepass")
-    if len(raw) <= limit_bytes:
-        return text
-    half = limit_bytes // 2
-    head = raw[:half].decode("utf-8", "ignore")
-    tail = raw[len(raw) - (limit_bytes - half) :].decode("utf-8", "ignore")
-    return f"{head}\n[... {len(raw) - limit_bytes} bytes cut ...]\n{tail}"
-
-
-class _Slot:
-    """Stands in a frozen state for something that a fork puts in: the new environment, or a live resource."""
-
-
-_ids = itertools.count(1)
-
-
-class EnvSnapshot:
-    """A frozen state of an environment: restore it many times, fork it n times, release it once.
-
-    Reference counted: whoever keeps it beyond the holder's `release` calls `retain` first. As a context
-    manager it releases itself. Live copies are not touched by a release.
-    """
-
-    def __init__(self, env: AgentEnv, resources: Sequence[ResourceSnapshot]) -> None:
-        """Freeze the Python side; the resources are frozen already. Use `AgentEnv.snapshot`."""
-        self.id = f"s{next(_ids)}"
-        self.level = min((r.level for r in resources), default=Level.STATE)
-        """The least that all parts of the world keep."""
-        self.losses = tuple(loss for r in resources for loss in r.losses)
-        """What was running or open and will not come back; empty when nothing is lost."""
-        self.task = env.episode.task
-        self._origin = env
-        self._class = type(env)
-        self._resources = tuple(resources)
-        self._slots = [_Slot() for _ in resources]
-        self._env_slot = _Slot()
-        self._shared = [env.spec, env.action_space, env.observation_space, env.tasks, env.default_limits, self.task]
-        memo: dict[int, Any] = {id(shared): shared for shared in self._shared}
-        memo |= {id(live): slot for live, slot in zip(env._resources, self._slots, strict=True)}
-        memo[id(env)] = self._env_slot
-        self._frozen = _copied(vars(env), memo, type(env).__name__)
-        self._references = 1
-
-    def fork(self, n: int = 1, *, seeds: Sequence[int] | None = None) -> list[AgentEnv]:
-        """Give n live environments in this state, independent of each other and of the origin.
-
-        Args:
-            n: How many.
-            seeds: One a copy, for random futures that differ; None: all go on with the frozen random state,
-                so equal actions give equal observations.
-
-        Raises:
-            SnapshotError: the snapshot was released.
-        """
-        if n < 1 or (seeds is not None and len(seeds) != n):
-            raise ConfigError(f"fork(n={n}) needs n >= 1 and one seed a copy, got {seeds!r}")
-        live = self._fork_resources(n)
-        children = []
-        for index in range(n):
-            child = object.__new__(self._class)
-            self._thaw_into(child, [forks[index] for forks in live])
-            if seeds is not None:
-                child.reseed(seeds[index])
-            children.append(child)
-        return children
-
-    def restore(self, env: AgentEnv | None = None) -> AgentEnv:
-        """Put an environment back into this state, in place: the one it was taken from unless told otherwise."""
-        target = self._origin if env is None else env
-        if type(target) is not self._class:
-            raise SnapshotError(f"a snapshot of {self._class.__name__} cannot be restored into {type(target).__name__}")
-        live = self._fork_resources(1)
-        target._release_world()
-        self._thaw_into(target, [forks[0] for forks in live])
-        return target
-
-    def digest(self) -> str:
-        """A hash over the digests of all resources; two equal worlds have equal digests."""
-        self._check()
-        import hashlib
-
-        return hashlib.sha256("\n".join(r.digest() for r in self._resources).encode()).hexdigest()
-
-    def retain(self) -> EnvSnapshot:
-        """Count one holder more; each holder releases once."""
-        self._check()
-        self._references += 1
-        return self
-
-    def release(self) -> None:
-        """Count one holder less; the last one frees the storage.
-
-        Raises:
-            SnapshotError: it was released already.
-        """
-        self._check()
-        self._references -= 1
-        if self._references == 0:
-            self._frozen = {}
-            for resource in self._resources:
-                resource.release()
-
-    @property
-    def released(self) -> bool:
-        """True once the last holder let go."""
-        return self._references == 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self.released:
-            self.release()
-
-    def _check(self) -> None:
-        if self.released:
-            raise SnapshotError(f"snapshot {self.id} was released; take a new one, or retain() it before releasing")
-
-    def _fork_resources(self, n: int) -> list[Sequence[Resource]]:
-        self._check()
-        live: list[Sequence[Resource]] = []
-        try:
-            for resource in self._resources:
-                live.append(resource.fork(n))
-        except BaseException:
-            for forks in live:
-                for fork_ in forks:
-                    fork_.close()
-            raise
-        return live
-
-    def _thaw_into(self, env: AgentEnv, live: list[Resource]) -> None:
-        memo: dict[int, Any] = {id(shared): shared for shared in self._shared}
-        memo |= {id(slot): resource for slot, resource in zip(self._slots, live, strict=True)}
-        memo[id(self._env_slot)] = env
-        thawed = copy.deepcopy(self._frozen, memo)
-        vars(env).clear()
-        vars(env).update(thawed)
-
-
-def _copied(state: dict[str, Any], memo: dict[int, Any], owner: str) -> dict[str, Any]:
-    try:
-        return copy.deepcopy(state, memo)
-    except Exception as error:
-        for name, value in state.items():
-            try:
-                copy.deepcopy(value, dict(memo))
-            except Exception:
-                raise EnvError(
-                    f"attribute {name!r} of {owner} ({type(value).__name__}) cannot be copied by a fork; "
-                    "attach() it as a resource, or build it anew where it is used"
-                ) from error
-        raise
 
 
 def fork(env: gymnasium.Env[Any, Any], n: int = 1) -> list[gymnasium.Env[Any, Any]]:
@@ -632,7 +404,7 @@ def fork(env: gymnasium.Env[Any, Any], n: int = 1) -> list[gymnasium.Env[Any, An
     try:
         for inner in forks:
             child = object.__new__(type(env))
-            vars(child).update(_copied(vars(env), {id(env.env): inner, id(env): child}, type(env).__name__))
+            vars(child).update(copied(vars(env), {id(env.env): inner, id(env): child}, type(env).__name__))
             children.append(child)
     except BaseException:
         for inner in forks:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentgym.errors import ParseError, UnknownName
-from agentgym.types import ToolCall, ToolSpec
+from agentgym.types import Param, ToolCall, ToolSpec
 
 MAX_ECHO = 80
 """Characters of a bad reply that are quoted back; a reply of 1 MB must not become an observation of 1 MB."""
@@ -22,15 +22,15 @@ Codec = Callable[[str, Sequence[ToolSpec]], tuple[ToolCall, ...]]
 
 
 def parse_compact(text: str, tools: Sequence[ToolSpec]) -> tuple[ToolCall, ...]:
-    """Read one call in the compact grammar, which costs a small model few tokens.
+    r"""Read one call in the compact grammar, which costs a small model few tokens.
 
     The first word is the tool. One parameter takes all that follows; of two, the first takes the rest of the
-    line and the second all following lines: "write_file notes.txt\\nhello" or "run ls -l | wc".
+    line and the second all following lines, as they are: "write_file notes.txt\nhello" or "run ls -l | wc".
 
     Raises:
-        ParseError: no such tool, or a required parameter is empty.
+        ParseError: no such tool, a required parameter is empty, or a number is none.
     """
-    head, _, body = text.strip("\n").partition("\n")
+    head, _, body = text.lstrip("\n").partition("\n")
     name, _, rest = head.strip().partition(" ")
     tool = _tool(name, tools)
     if len(tool.params) <= 1:
@@ -39,8 +39,11 @@ def parse_compact(text: str, tools: Sequence[ToolSpec]) -> tuple[ToolCall, ...]:
         values = [rest, body]
     arguments: dict[str, Any] = {}
     for param, value in zip(tool.params, values, strict=False):
-        if value.strip() or (param.required and param is not tool.params[0]):
-            arguments[param.name] = value.strip() if "\n" not in value else value
+        if param is not tool.params[0]:
+            if value or param.required:
+                arguments[param.name] = _typed(tool, param, value)
+        elif value.strip():
+            arguments[param.name] = _typed(tool, param, value.strip() if "\n" not in value.strip() else value)
     return (ToolCall(tool.name, _checked(tool, arguments)),)
 
 
@@ -92,7 +95,27 @@ def parse(text: str, tools: Sequence[ToolSpec], codec: Codec) -> tuple[ToolCall,
         raise ParseError(f"the reply is empty; call one of: {', '.join(t.name for t in tools)}")
     if len(text.encode("utf-8", "surrogatepass")) > MAX_ACTION_BYTES:
         raise ParseError(f"the reply has more than {MAX_ACTION_BYTES} bytes: {echo(text)}")
-    return codec(text, tools)
+    try:
+        return codec(text, tools)
+    except RecursionError:
+        raise ParseError(f"the JSON is nested too deeply: {echo(text)}") from None
+
+
+def check_calls(calls: Sequence[ToolCall], tools: Sequence[ToolSpec]) -> tuple[ToolCall, ...]:
+    """Hold calls that somebody else has parsed to the rules of the codecs.
+
+    Raises:
+        ParseError: no calls, too many, an unknown tool, or arguments that it does not take.
+    """
+    if not calls:
+        raise ParseError(f"the reply has no call; call one of: {', '.join(t.name for t in tools)}")
+    if len(calls) > MAX_CALLS:
+        raise ParseError(f"{len(calls)} calls in one reply; at most {MAX_CALLS}")
+    for call in calls:
+        _checked(_tool(call.name, tools), dict(call.arguments))
+    if len({call.id for call in calls}) < len(calls):
+        raise ParseError("two calls of one reply have the same id")
+    return tuple(calls)
 
 
 def format_call(call: ToolCall, codec: str) -> str:
@@ -127,10 +150,12 @@ def _loads(block: str) -> Any:
 
     try:
         return json.loads(block.strip(), object_pairs_hook=pairs)
-    except RecursionError:
-        raise ParseError(f"the JSON is nested too deeply: {echo(block)}") from None
     except json.JSONDecodeError as error:
         raise ParseError(f"not valid JSON ({error.msg} at character {error.pos}): {echo(block)}") from None
+    except ParseError:
+        raise
+    except ValueError as error:  # an integer with thousands of digits
+        raise ParseError(f"not valid JSON ({error}): {echo(block)}") from None
 
 
 def _call(item: Any, index: int, tools: Sequence[ToolSpec]) -> ToolCall:
@@ -157,6 +182,22 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "number": (int, float),
     "boolean": (bool,),
 }
+
+
+_SPELT: dict[str, Callable[[str], Any]] = {
+    "string": str,
+    "integer": int,
+    "number": float,
+    "boolean": {"true": True, "false": False}.__getitem__,
+}
+
+
+def _typed(tool: ToolSpec, param: Param, text: str) -> Any:
+    """A word of the compact grammar as the type that the parameter has."""
+    try:
+        return _SPELT[param.kind](text if param.kind == "string" else text.strip().lower())
+    except (ValueError, KeyError):
+        raise ParseError(f"{tool.name}: {param.name} must be of type {param.kind}, got {echo(text)}") from None
 
 
 def _checked(tool: ToolSpec, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,9 @@ def register(env_id: str, entry_point: str | type[AgentEnv], **kwargs: Any) -> N
         raise EnvError(f"environment {env_id!r} is registered as {_ours[env_id]} already; choose another id")
     if env_id not in _ours:
         # gymnasium's wrappers count outside the environment, and what they count would not fork
-        gymnasium.register(env_id, cast("EnvCreator | str", entry_point), disable_env_checker=True, order_enforce=False, kwargs=kwargs)
+        gymnasium.register(
+            env_id, cast("EnvCreator | str", entry_point), disable_env_checker=True, order_enforce=False, kwargs=kwargs
+        )
         _ours[env_id] = target
 
 

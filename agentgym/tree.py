@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from agentgym.types import Level, Message, StopReason
 
 if TYPE_CHECKING:
-    from agentgym.env import EnvSnapshot
+    from agentgym.snapshot import EnvSnapshot
 
 
 class NodeStatus(StrEnum):

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any
 
+_json = json.JSONEncoder(ensure_ascii=False).encode  # json.dumps would build an encoder for every call
+
 
 class Level(IntEnum):
     """How much of a live world a snapshot keeps; each level contains the one before."""
@@ -93,7 +95,7 @@ class ToolCall:
 
     def to_openai(self) -> dict[str, Any]:
         """The call as it stands in an assistant message."""
-        arguments = json.dumps(dict(self.arguments), ensure_ascii=False)
+        arguments = _json(dict(self.arguments))
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
 
 

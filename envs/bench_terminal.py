@@ -11,8 +11,8 @@ from collections.abc import Callable
 from statistics import fmean
 
 from agentgym.bench import BenchRow, Target, percentile, row, timed
-from agentgym.env import Limits
 from agentgym.envs.terminal import TerminalEnv
+from agentgym.episode import Limits
 from agentgym.sandbox import SandboxSpec, get_backend
 from agentgym.task import Task
 

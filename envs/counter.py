@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from agentgym.env import AgentEnv, Reply
+from agentgym.env import AgentEnv
+from agentgym.episode import Reply
 from agentgym.registry import register
 from agentgym.task import Task
 from agentgym.types import Param, ToolCall, ToolSpec

@@ -10,9 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from agentgym.env import AgentEnv, Limits, Reply
+from agentgym.env import AgentEnv
 from agentgym.envs import graders
 from agentgym.envs.world import path_outside, starting_world, world_of
+from agentgym.episode import Limits, Reply
 from agentgym.errors import BackendUnavailable, PathRefused, SnapshotBusy, TaskError
 from agentgym.sandbox import DEFAULT_OUTPUT_BYTES, ExecResult, Sandbox, SandboxSnapshot, get_backend
 from agentgym.task import Task

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from agentgym.env import AgentEnv, Limits, Reply
+from agentgym.env import AgentEnv
+from agentgym.episode import Limits, Reply
 from agentgym.errors import ConfigError, EnvError, ReplayError
 from agentgym.replay import MAX_SHOWN, Normaliser, TreeReport, replay_tree
 from agentgym.store import Store
