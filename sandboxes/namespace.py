@@ -72,6 +72,7 @@ class NamespaceBackend:
         self.live: weakref.WeakSet[NamespaceSandbox] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._wanted = threading.Semaphore(0)
+        self._filler: threading.Thread | None = None
 
     def probe(self) -> Capabilities:
         """Start the spawner and ask a shell in a sandbox for its state.
@@ -97,7 +98,10 @@ class NamespaceBackend:
                     ) from error
                 self._spawner = spawner
                 if self.pool:
-                    threading.Thread(target=self._refill, args=(spawner,), daemon=True, name="sandbox-pool").start()
+                    self._filler = threading.Thread(
+                        target=self._refill, args=(spawner,), daemon=True, name="sandbox-pool"
+                    )
+                    self._filler.start()
                     for _ in range(self.pool):
                         self._wanted.release()
             return self._spawner
@@ -180,6 +184,8 @@ class NamespaceBackend:
             for blank in blanks:
                 blank.discard(None)
             spawner.close()
+            if self._filler is not None and spawner.pid == os.getpid():
+                self._filler.join(10.0)  # it may hold a blank half-made
 
 
 _ENV = [
@@ -270,7 +276,8 @@ class NamespaceSandbox:
             state, named = self._shell.capture(
                 self._start.owner.defaults, meanwhile=lambda: alive.update(self._ask("tasks", freeze=False))
             )
-            if alive["tasks"]:
+            if alive["tasks"] or alive["files"]:
+                # it may have seen what the shell itself had open a moment ago
                 alive = self._ask("tasks", freeze=True)
             others, files, cwd = alive["tasks"], alive["files"], alive["cwd"]
             try:

@@ -10,8 +10,8 @@ import hashlib
 
 
 def command_seed(seed: int, count: int) -> int:
-    """What RANDOM is set to before command number `count`, below 2**31."""
-    return int.from_bytes(hashlib.sha256(f"random {seed} {count}".encode()).digest()[:4], "big") >> 1
+    """What RANDOM is set to before command number `count`, below 2**20."""
+    return int.from_bytes(hashlib.sha256(f"random {seed} {count}".encode()).digest()[:4], "big") >> 12
 
 
 def hash_seed(seed: int) -> int:

@@ -5,6 +5,7 @@ One JSON object a message over a SOCK_SEQPACKET pair; standard library only.
 
 from __future__ import annotations
 
+import array
 import json
 import socket
 from typing import Any
@@ -35,11 +36,17 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     Raises:
         EOFError: the other side is gone.
     """
+    fds = array.array("i")
+    room = socket.CMSG_LEN(MAX_FDS * fds.itemsize)
     try:
-        raw, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE, MAX_FDS)
+        # not socket.recv_fds: before Python 3.13 it ignores its flags, and the descriptors would be inherited
+        raw, ancillary, _, _ = sock.recvmsg(MAX_MESSAGE, room, socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
         raise EOFError("the other side is gone") from None
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
     if not raw:
         raise EOFError("the other side is gone")
     message: dict[str, Any] = json.loads(raw)
-    return message, fds
+    return message, list(fds)

@@ -105,6 +105,23 @@ def test_odd_commands_end_and_the_next_one_works(sandbox: Sandbox, command: str,
     assert sandbox.run("echo next").stdout == "next\n"
 
 
+def test_a_trace_shows_the_command_and_nothing_of_ours(sandbox: Sandbox) -> None:
+    assert sandbox.run("set -x; x=1; echo $x").stderr == "++ x=1\n++ echo 1\n"
+    assert sandbox.run("echo quiet").stderr == ""
+
+
+def test_a_shell_holds_no_descriptor_of_ours(sandbox: Sandbox) -> None:
+    """Neither the first one, nor one that took the place of another, nor a child's."""
+    listed = (
+        "for fd in /proc/self/fd/*; do echo ${fd##*/}; done | sort -n | tr '\\n' ' '; readlink /proc/$$/fd/[3-9]; true"
+    )
+    expected = sandbox.run(listed).stdout
+    assert sandbox.run("exit 1").shell_restarted
+    child = fork(sandbox)
+    assert sandbox.run(listed).stdout == child.run(listed).stdout == expected
+    child.close()
+
+
 def test_output_without_a_final_newline_is_kept_as_it_is(sandbox: Sandbox) -> None:
     assert out(sandbox, "printf no-newline") == "no-newline"
 
