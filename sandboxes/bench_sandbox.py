@@ -28,6 +28,7 @@ FILES, FILE_BYTES = 50, 20_000
 _SPEC = SandboxSpec(files=tuple(FileSpec(f"file{i}", data=b"x" * FILE_BYTES) for i in range(FILES)))
 _ROUNDS, _PER_PARENT = 6, 12
 """A parent is snapshot a dozen times, as in an episode of a dozen turns, then a fresh one is made."""
+_TURN_S = 0.02
 CHILDREN = 100
 _LABEL = "agentgym-bench"
 
@@ -37,7 +38,7 @@ def fork() -> list[BenchRow]:
     plain, copied = _forks(pool=0), _copies()
     rows = [
         _row("plain", plain, copied, "copy of the folder + bash", [Target("ours", at_most=8.0)]),
-        _row("pool", _forks(pool=2), copied, "copy of the folder + bash", [Target("ours", at_most=8.0)]),
+        _row("from the pool", _forks(pool=2), copied, "copy of the folder + bash", [Target("ours", at_most=8.0)]),
     ]
     with _docker() as once:
         if once is not None:
@@ -114,7 +115,10 @@ def _forks(pool: int) -> list[float]:
         for _ in range(_ROUNDS):
             once, end = _forking(backend)
             once()
-            samples += [once() for _ in range(_PER_PARENT)]
+            for _ in range(_PER_PARENT):
+                # where a blank stands ready, as after the time that a policy takes for a turn
+                time.sleep(_TURN_S if pool else 0.0)
+                samples.append(once())
             end()
     finally:
         backend.close()

@@ -36,10 +36,12 @@ _PROC_HIDDEN = ("kcore", "keys", "key-users", "timer_list", "sched_debug", "kmsg
 class Box:
     """State of the first process."""
 
-    def __init__(self, control: socket.socket, mounts: list[str]) -> None:
+    def __init__(self, control: socket.socket, mounts: list[str], environment: dict[str, str]) -> None:
         self.control = control
         self.mounts = mounts
         """Mount points under the root that move along when the root is rotated."""
+        self.environment = environment
+        """Of the shell: nothing but what it needs to start."""
         self.shell = 0
 
     def serve(self) -> None:
@@ -167,7 +169,7 @@ class Box:
         self.shell = os.posix_spawn(
             "/bin/bash",
             ["bash", "--norc", "--noprofile", "bash"],
-            {},
+            self.environment,
             file_actions=actions,
             setsid=True,
             setsigdef=default,
@@ -194,7 +196,15 @@ View = tuple[list[str], list[str]]
 """A chain of layers, and those of them that change /usr."""
 
 
-def run(fds: list[int], layers: str, upper: str, views: list[View], binds: list[str], userxattr: bool) -> None:
+def run(
+    fds: list[int],
+    layers: str,
+    upper: str,
+    views: list[View],
+    binds: list[str],
+    userxattr: bool,
+    environment: dict[str, str],
+) -> None:
     """The whole life of the first process.
 
     Args:
@@ -204,6 +214,7 @@ def run(fds: list[int], layers: str, upper: str, views: list[View], binds: list[
         views: Its own view, and optionally one to show read-only at /world.
         binds: Host directories shown read-only at the top.
         userxattr: True in a user namespace.
+        environment: Of the shell.
     """
     sc.die_with_parent()
     signal.set_wakeup_fd(-1)  # the spawner's, closed below
@@ -215,7 +226,7 @@ def run(fds: list[int], layers: str, upper: str, views: list[View], binds: list[
         mounts = _build_root(layers, upper, views, binds, userxattr)
         sc.sethostname("sandbox")
         _set_limits()
-        box = Box(control, mounts)
+        box = Box(control, mounts, environment)
         box.start_shell(parked[1:])
         for fd in parked[1:]:
             os.close(fd)

@@ -14,6 +14,7 @@ from typing import Any
 
 from agentgym.errors import BackendUnavailable, SandboxError
 from agentgym.sandboxes import state, wire
+from agentgym.sandboxes.shell import LOOP_ENV
 from agentgym.sandboxes.spawner import remove_tree
 
 # a bare package object stands in for agentgym, whose own start would import far more than a fork should copy
@@ -81,7 +82,7 @@ class Spawner:
             remove_tree(folder)
             raise BackendUnavailable(hello["error"])
         # its mounts are its own: the way to its files leads through its process
-        self.layers = f"/proc/{self.process.pid}/root" + self.ask("hello")[0]["layers"]
+        self.layers = f"/proc/{self.process.pid}/root" + self.ask("hello", environment=LOOP_ENV)[0]["layers"]
         self.in_memory = in_memory
 
     def ask(self, what: str, fds: list[int] | None = None, **arguments: Any) -> tuple[dict[str, Any], list[int]]:

@@ -194,8 +194,15 @@ class LocalSandbox:
             raise SnapshotUnsupported(f"backend 'local' keeps level shell; level {require} was required")
         with self._lock:
             self._check()
-            kept, named = self._shell.capture(frozenset())
-            losses = tuple(f"process {pid}" for pid in state.strays(self.folder) if pid != self._process.pid)
+            losses: tuple[str, ...] = ()
+            try:
+                kept, named = self._shell.capture(frozenset())
+            except shell.NoState:
+                self._end_processes()
+                self._start_shell(self._moved(self._fresh(), self._frozen.start))
+                kept, named = shell.ShellState(self._moved(self._fresh(), self._frozen.start)), True
+                losses = ("shell state (its functions hide built-ins)",)
+            losses += tuple(f"process {pid}" for pid in state.strays(self.folder) if pid != self._process.pid)
             copied = self._owner.new_folder()
             _copy(self.folder, copied)
             script = kept.script.replace(os.fsencode(self.folder), os.fsencode(copied))
@@ -238,7 +245,7 @@ class LocalSandbox:
             stdout=output,
             stderr=errors,
             pass_fds=[commands, status, source],
-            env={state.MARK: self.folder},
+            env={state.MARK: self.folder, **shell.LOOP_ENV},
             cwd=self._owner.shell_folder,
             start_new_session=True,
         )
@@ -279,7 +286,7 @@ class LocalSnapshot:
 
     def __init__(self, owner: LocalBackend, frozen: _Frozen, losses: tuple[str, ...]) -> None:
         self.id = f"snap-{os.path.basename(frozen.folder)}"
-        self.level = Level.SHELL
+        self.level = Level.FILES if losses and losses[0].startswith("shell state") else Level.SHELL
         self.losses = losses
         self._owner = owner
         self._frozen = frozen

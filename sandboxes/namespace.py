@@ -19,7 +19,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from agentgym.errors import (
@@ -35,6 +35,7 @@ from agentgym.sandboxes import layers, shell, wire
 from agentgym.sandboxes.body import Body, Frozen, Start, pristine
 from agentgym.sandboxes.client import Spawner
 from agentgym.sandboxes.overlay import MAX_DEPTH
+from agentgym.sandboxes.pool import ENV, Blanks, Templates
 from agentgym.sandboxes.seeds import command_seed, hash_seed
 from agentgym.sandboxes.state import collect_garbage
 from agentgym.types import Level
@@ -66,13 +67,11 @@ class NamespaceBackend:
         self.pool = pool
         self.defaults: frozenset[bytes] = frozenset()
         """What a shell says of itself in which nothing was typed; a replay need not repeat it."""
-        self._spawner: Spawner | None = None
-        self._templates: dict[str, NamespaceSnapshot] = {}
-        self._blanks: list[Body] = []
         self.live: weakref.WeakSet[NamespaceSandbox] = weakref.WeakSet()
+        self._spawner: Spawner | None = None
+        self._blanks: Blanks | None = None
+        self._templates = Templates()
         self._lock = threading.Lock()
-        self._wanted = threading.Semaphore(0)
-        self._filler: threading.Thread | None = None
 
     def probe(self) -> Capabilities:
         """Start the spawner and ask a shell in a sandbox for its state.
@@ -87,7 +86,7 @@ class NamespaceBackend:
         """The running spawner; a forked process gets its own."""
         with self._lock:
             if self._spawner is None or self._spawner.pid != os.getpid():
-                self._templates, self._blanks = {}, []
+                self._templates = Templates()
                 spawner = Spawner()
                 try:
                     self.defaults = pristine(spawner)
@@ -96,106 +95,37 @@ class NamespaceBackend:
                     raise BackendUnavailable(
                         f"backend 'namespace': {error}; `agentgym doctor` shows each check"
                     ) from error
-                self._spawner = spawner
-                if self.pool:
-                    self._filler = threading.Thread(
-                        target=self._refill, args=(spawner,), daemon=True, name="sandbox-pool"
-                    )
-                    self._filler.start()
-                    for _ in range(self.pool):
-                        self._wanted.release()
+                self._spawner, self._blanks = spawner, Blanks(spawner, self.pool)
             return self._spawner
 
     def body(self, spawner: Spawner, chain: list[str]) -> Body | None:
         """A blank that now stands on a chain, or None where none is ready."""
-        with self._lock:
-            blank = self._blanks.pop() if self._blanks and spawner is self._spawner else None
-        if blank is None:
-            return None
-        self._wanted.release()
-        mounts: list[int] = []
-        try:
-            mounts = spawner.ask("assign", box=blank.box, chain=chain)[1]
-            wire.send(blank.control, {"do": "rotate"}, mounts)
-            answer, _ = wire.receive(blank.control)
-        except (OSError, EOFError) as error:
-            answer = {"error": str(error) or "its first process ended"}
-        finally:
-            for fd in mounts:
-                os.close(fd)
-        if "error" in answer:
-            blank.discard(spawner)
-            raise SandboxError(f"a ready sandbox could not take its layers: {answer['error']}")
-        return blank
-
-    def _refill(self, spawner: Spawner) -> None:
-        while True:
-            self._wanted.acquire()
-            if spawner is not self._spawner or spawner.pid != os.getpid():
-                return
-            try:
-                blank = Body.start(spawner, [])
-            except SandboxError:
-                return  # the spawner is gone; whoever needs it next says so
-            try:
-                blank.wait_ready()
-            except SandboxError:
-                blank.discard(spawner)
-                return
-            with self._lock:
-                if spawner is self._spawner:
-                    self._blanks.append(blank)
-                    continue
-            blank.discard(spawner)
-            return
+        blanks = self._blanks
+        return blanks.take(chain) if blanks is not None and blanks.spawner is spawner else None
 
     def create(self, spec: SandboxSpec) -> NamespaceSandbox:
         """Start a sandbox from a spec; equal specs share a sealed starting layer."""
-        [sandbox] = self._template(spec).fork_with(1, spec.seed)
-        return sandbox
-
-    def _template(self, spec: SandboxSpec) -> NamespaceSnapshot:
         spawner = self.spawner()
-        key = spec.key()
-        with self._lock:
-            if key not in self._templates:
-                made, _ = spawner.ask("layer")
-                home = FileSpec(spec.workdir, "dir", mode=0o755)
-                absolute = [_absolute(file, spec.workdir) for file in spec.files]
-                named = {file.path.rstrip("/") for file in absolute}
-                missing = [home] if spec.workdir not in named else []
-                layers.write_layer(os.path.join(spawner.layers, made["layer"]), [*missing, *absolute])
-                env = [*_ENV, ("PYTHONHASHSEED", str(hash_seed(spec.seed))), *spec.env]
-                state = shell.ShellState(shell.fresh_script(env, spec.workdir))
-                chain = [made["layer"]]
-                start = Start(self, spec, chain, state.script)
-                self._templates[key] = NamespaceSnapshot(spawner, start, Frozen(made["handle"], chain, state))
-            return self._templates[key]
+        handle, chain = self._templates.hold(spawner, spec)
+        env = [*ENV, ("PYTHONHASHSEED", str(hash_seed(spec.seed))), *spec.env]
+        state = shell.ShellState(shell.fresh_script(env, spec.workdir))
+        start = Start(self, spec, chain, state.script)
+        with NamespaceSnapshot(spawner, start, Frozen(handle, chain, state, spec.seed)) as template:
+            return template.fork()[0]
 
     def close(self) -> None:
         """End every sandbox and remove the run's state folder."""
         with self._lock:
             spawner, self._spawner = self._spawner, None
-            blanks, self._blanks, self._templates = self._blanks, [], {}
-        self._wanted.release()
+            blanks, self._blanks = self._blanks, None
         if spawner is not None:
             for sandbox in list(self.live):
                 sandbox.close()
-            for blank in blanks:
-                blank.discard(None)
+            if blanks is not None:
+                blanks.stop()
             spawner.close()
-            if self._filler is not None and spawner.pid == os.getpid():
-                self._filler.join(10.0)  # it may hold a blank half-made
-
-
-_ENV = [
-    ("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"),
-    ("HOME", "/root"),
-    ("USER", "root"),
-    ("SHELL", "/bin/bash"),
-    ("LANG", "C.UTF-8"),
-    ("TERM", "dumb"),
-]
+            if blanks is not None:
+                blanks.join()
 
 
 class NamespaceSandbox:
@@ -272,29 +202,50 @@ class NamespaceSandbox:
         with self._lock:
             self._check()
             alive: dict[str, Any] = {}
-            # both at once: the shell writes its state down while the first process looks round
-            state, named = self._shell.capture(
-                self._start.owner.defaults, meanwhile=lambda: alive.update(self._ask("tasks", freeze=False))
-            )
-            if alive["tasks"] or alive["files"]:
-                # it may have seen what the shell itself had open a moment ago
-                alive = self._ask("tasks", freeze=True)
-            others, files, cwd = alive["tasks"], alive["files"], alive["cwd"]
-            try:
-                answer, mounts = self._seal(copy=bool(others or files))
+            sealed: list[tuple[dict[str, Any], list[int]]] = []
+
+            def meanwhile() -> None:
+                alive.update(self._ask("tasks", freeze=False))
+                if not alive["tasks"] and not alive["files"]:
+                    sealed.append(self._seal(copy=False))
+
+            # all at once: the shell writes its state down while its files are sealed; it writes no file then
+            state, named = self._capture(meanwhile)
+            if sealed:
+                others, files, (answer, mounts) = [], [], sealed[0]
                 if mounts:
-                    self._rotate(mounts, None if named else cwd)
-            finally:
-                if others:
-                    self._ask("thaw")
+                    self._rotate(mounts, None if named else alive["cwd"])
+            else:
+                # looked at again: the shell itself may have had something open a moment ago
+                alive = self._ask("tasks", freeze=True)
+                others, files = alive["tasks"], alive["files"]
+                try:
+                    answer, mounts = self._seal(copy=bool(others or files))
+                    if mounts:
+                        self._rotate(mounts, None if named else alive["cwd"])
+                finally:
+                    if others:
+                        self._ask("thaw")
+            cwd = alive["cwd"]
             losses = [f"process {task['pid']} ({task['name']})" for task in others]
             losses += [f"open file {file['fd']} ({file['path']})" for file in files]
+            if state is None:
+                losses.append("shell state (its functions hide built-ins)")
+                state, named = shell.ShellState(self._start.script), True
             if not named:
-                state = shell.ShellState(state.script + b"cd -- " + _quoted(cwd) + b"\n")
+                state = shell.ShellState(state.script + b"\\builtin cd -- " + _quoted(cwd) + b"\n")
                 if cwd.endswith(" (deleted)"):
                     losses.append(f"working directory {cwd}")
             frozen = Frozen(answer["handle"], answer["chain"], state, self.seed, self.commands_run)
             return NamespaceSnapshot(self._spawner, self._start, frozen, tuple(losses))
+
+    def _capture(self, meanwhile: Callable[[], None]) -> tuple[shell.ShellState | None, bool]:
+        """The shell's state, or None where it does not give it: then the shell ends, and files are all that is kept."""
+        try:
+            return self._shell.capture(self._start.owner.defaults, meanwhile=meanwhile)
+        except shell.NoState:
+            self._restart_shell()
+            return None, True
 
     def close(self) -> None:
         """End every process of the sandbox; its files are deleted in the background."""
@@ -406,7 +357,7 @@ class NamespaceSnapshot:
 
     def __init__(self, spawner: Spawner, start: Start, frozen: Frozen, losses: tuple[str, ...] = ()) -> None:
         self.id = f"snap-{spawner.pid}-{frozen.handle}"
-        self.level = Level.SHELL
+        self.level = Level.FILES if any(loss.startswith("shell state") for loss in losses) else Level.SHELL
         self.losses = losses
         self.chain = frozen.chain
         self._spawner = spawner
@@ -416,16 +367,12 @@ class NamespaceSnapshot:
 
     def fork(self, n: int = 1) -> list[NamespaceSandbox]:
         """Give n live sandboxes that start from here, each with its own upper layer."""
-        return self.fork_with(n, self._frozen.seed)
-
-    def fork_with(self, n: int, seed: int) -> list[NamespaceSandbox]:
-        """As `fork`, with another seed for RANDOM."""
         self._check()
         made: list[NamespaceSandbox] = []
         try:
             for _ in range(n):
                 sandbox = NamespaceSandbox(self._spawner, self._start, self.chain, self._frozen.state.script)
-                sandbox.seed, sandbox.commands_run = seed, self._frozen.commands_run
+                sandbox.seed, sandbox.commands_run = self._frozen.seed, self._frozen.commands_run
                 made.append(sandbox)
         except BaseException:
             for sandbox in made:
@@ -452,7 +399,7 @@ class NamespaceSnapshot:
             specs = [FileSpec(f"/grader/{name}", data=data, mode=0o755) for name, data in files.items()]
             specs += [FileSpec("/world", "dir", mode=0o755), FileSpec("/grader", "dir", mode=0o700)]
             layers.write_layer(os.path.join(self._spawner.layers, made["layer"]), specs)
-            script = shell.fresh_script(_ENV, "/grader")
+            script = shell.fresh_script(ENV, "/grader")
             start = Start(self._start.owner, SandboxSpec(workdir="/grader"), [made["layer"]], script)
             inspector = NamespaceSandbox(self._spawner, start, start.chain, script, world=self.chain)
             try:
@@ -479,11 +426,6 @@ class NamespaceSnapshot:
     def _check(self) -> None:
         if self._released:
             raise SnapshotError(f"snapshot {self.id} was released; take another one")
-
-
-def _absolute(file: FileSpec, workdir: str) -> FileSpec:
-    path = file.path if file.path.startswith("/") else f"{workdir}/{file.path}"
-    return FileSpec(path, file.kind, file.data, file.mode, file.mtime_s)
 
 
 def _quoted(text: str) -> bytes:

@@ -26,37 +26,47 @@ from agentgym.errors import SandboxError
 from agentgym.sandbox import ExecResult
 
 COMMAND_FD, STATUS_FD, SCRIPT_FD = 30, 31, 32
+LOOP_NAME = "__agentgym_l"
 _OWN_FD = 255
 """Where bash itself keeps the script it reads: closed in every program that it starts, so commands come there."""
+# functions, their attributes, variables, settings, aliases, traps, limits and directory; a NUL ends each part, and
+# no value has one
+_CAPTURE = (
+    r"{ \builtin printf 'begin\0'; \builtin declare -f; \builtin printf '\0'; \builtin declare -F; "
+    r"\builtin printf '\0'; \builtin declare -p; \builtin printf '\0'; "
+    r"""\builtin printf 'set --'; \builtin printf ' %s' "${@@Q}"; \builtin printf '\n'; """
+    r"\builtin umask -p; \builtin shopt -p; \builtin set +o; \builtin printf '\0'; "
+    r"\builtin alias -p; \builtin printf '\0'; \builtin trap -p; \builtin printf '\0'; "
+    r"\builtin ulimit -S -a; \builtin ulimit -H -a; "
+    r"""if [[ . -ef $PWD ]]; then \builtin printf 'cd -- %s\n' "${PWD@Q}"; fi; \builtin printf '\0'; } """
+    rf">&{STATUS_FD} 2>/dev/null"
+)
 # The report comes first in the loop, so that it is also made after a stray `break` or `continue`. Options are reset
 # only where one is set: what would hide the trace of that costs nine system calls, a tenth of a built-in command.
 _LOOP = (
-    rf"exec {COMMAND_FD}<&-; while :; do while case $- in *[eunvx]*) {{ \set +eunvx; }} 2>/dev/null;; esac; "
+    rf"exec {COMMAND_FD}<&-; unset {LOOP_NAME}; while :; "
+    r"do while case $- in *[eunvx]*) { \set +eunvx; } 2>/dev/null;; esac; "
     rf"""\builtin printf '%s %s\0' "$__agentgym_n" "$__agentgym_s" >&{STATUS_FD}; """
     rf"IFS=' ' \builtin read -r -d '' -u {_OWN_FD} __agentgym_n __agentgym_r || \builtin exit; "
     rf"IFS= \builtin read -r -d '' -u {_OWN_FD} __agentgym_c || \builtin exit; "
-    r"do __agentgym_s=0; if [[ $__agentgym_n == [0-9]* ]]; then RANDOM=$__agentgym_r; "
-    rf'\builtin eval "$__agentgym_c" {STATUS_FD}>&-; '
-    r'else \builtin eval "$__agentgym_c"; fi; __agentgym_s=$?; done; done; \builtin exit'
-    "\n"
+    r"do __agentgym_s=0; case $__agentgym_n in [0-9]*) RANDOM=$__agentgym_r; "
+    rf'\builtin eval "$__agentgym_c" {STATUS_FD}>&-;; state) {_CAPTURE};; '
+    r'*) \builtin eval "$__agentgym_c";; esac; __agentgym_s=$?; done; done; \builtin exit'
 )
-_TRACE = re.compile(r"\+ __agentgym_s=\d+\n\+ case \$- in\n\Z")
+LOOP_ENV = {LOOP_NAME: _LOOP}
+"""How the loop reaches bash: what it reads from a pipe it reads byte by byte, and this is read in one go."""
+_TRACE = re.compile(r"\++ __agentgym_s=\d+\n\++ case \$- in\n\Z")
 """What `set -x` shows of the loop after a command."""
 _DRAIN_BYTES = 1 << 20
 _CHUNK = 1 << 16
-_PARTS = 5
-# functions, their attributes, variables, settings, limits and directory; a NUL ends each, and no value has one
-_CAPTURE = (
-    r"{ \printf 'begin\0'; \declare -f; \printf '\0'; \declare -F; \printf '\0'; \declare -p; \printf '\0'; "
-    r"""\printf 'set --'; \printf ' %s' "${@@Q}"; \printf '\n'; \alias -p; \trap -p; \umask -p; \shopt -p; """
-    r"\set +o; \printf '\0'; \ulimit -S -a; \ulimit -H -a; "
-    r"""if [[ . -ef $PWD ]]; then \printf 'cd -- %s\n' "${PWD@Q}"; fi; \printf '\0'; } >&31 2>/dev/null"""
-)
+_PARTS = 7
 _VOLATILE = re.compile(
     rb"^declare -\S+ (?:BASHPID|BASH_ARGC|BASH_ARGV|BASH_ARGV0|BASH_COMMAND|BASH_LINENO|BASH_SOURCE|BASH_SUBSHELL"
     rb"|BASH_VERSINFO|BASHOPTS|SHELLOPTS|BASH_VERSION|COMP_WORDBREAKS|DIRSTACK|EPOCHREALTIME|EPOCHSECONDS|EUID|FUNCNAME"
     rb"|GROUPS|__agentgym_.|HISTCMD|HOSTNAME|LINENO|MACHTYPE|OSTYPE|PIPESTATUS|PPID|RANDOM|SRANDOM|UID|_)(?:=.*)?$"
 )
+_PARSING = (b"extglob", b"expand_aliases")
+"""Options that change how functions are read, so that they are set after them."""
 _LIMIT = re.compile(rb"^.*\((?:[^()]*, )?-(\w)\)\s+(\S+)$")
 
 
@@ -90,6 +100,10 @@ class ShellState:
         """A hash without what always differs, such as SECONDS."""
         lines = [line for line in self.script.split(b"\n") if not line.startswith(b"declare -i SECONDS=")]
         return hashlib.sha256(b"\n".join(lines)).hexdigest()
+
+
+class NoState(SandboxError):
+    """A shell does not give its state: what was typed into it has redefined what the question is made of."""
 
 
 class Collector:
@@ -146,7 +160,7 @@ def result(outcome: Outcome, status: int | None, duration_s: float) -> ExecResul
 def make_pipes() -> tuple[list[int], list[int]]:
     """Four pipes: our ends (commands, output, errors, status) and the shell's, in the same order.
 
-    The loop is written already: a shell that starts on them reports once on the status pipe when it is ready.
+    The loop is called already: a shell that starts on them reports once on the status pipe when it is ready.
     """
     ours, theirs = [], []
     for index in range(4):
@@ -156,7 +170,7 @@ def make_pipes() -> tuple[list[int], list[int]]:
         fcntl.fcntl(mine, fcntl.F_SETFL, flags | os.O_NONBLOCK)
         ours.append(mine)
         theirs.append(other)
-    os.write(ours[0], _LOOP.encode())
+    os.write(ours[0], f'\\eval "${LOOP_NAME}"\n'.encode())
     return ours, theirs
 
 
@@ -212,15 +226,14 @@ class Shell:
 
     def settings(self) -> frozenset[bytes]:
         """Lines of the state that a shell in which nothing was typed has as well."""
-        _, _, variables, settings, rest = self._state_parts(10.0)
-        # functions are read back with extglob on, so that its being off must be said
-        return frozenset([*variables, *settings, *rest]) - {b"shopt -u extglob", b""}
+        _, _, variables, settings, _, _, rest = self._state_parts(10.0)
+        return frozenset([*variables, *settings, *rest]) - {b""}
 
     def _state_parts(self, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> list[list[bytes]]:
         sink = (Collector(0), Collector(0))
-        _, ended, parts = self._exchange(_CAPTURE, "state", _PARTS, timeout_s, sink, meanwhile=meanwhile)
+        _, ended, parts = self._exchange("", "state", _PARTS, timeout_s, sink, meanwhile=meanwhile)
         if ended != "status" or len(parts) != _PARTS + 1:
-            raise SandboxError(f"the shell does not give its state ({ended}); its functions may hide built-ins")
+            raise NoState(f"the shell does not give its state ({ended}); its functions may hide built-ins")
         return [part.split(b"\n") for part in parts[1:]]
 
     def capture(
@@ -234,21 +247,42 @@ class Shell:
             meanwhile: Called while the shell writes.
 
         Raises:
-            SandboxError: the shell does not answer.
+            NoState: the shell does not answer.
         """
-        functions, attributes, variables, settings, rest = self._state_parts(timeout_s, meanwhile)
-        variables = [line for line in variables if line not in defaults]
-        settings = [line for line in settings if line not in defaults]
-        kept = [line for line in variables if not _VOLATILE.match(line)]
+        parts = self._state_parts(timeout_s, meanwhile)
+        functions, attributes, variables, settings, aliases, traps, rest = parts
+        said = (
+            (variables, b"declare "),
+            (settings, b"umask "),
+            (settings, b"shopt "),
+            (settings, b"set -o"),
+            (rest, b"open f"),
+        )
+        if not all(any(line.startswith(start) for line in part) for part, start in said):
+            raise NoState("the shell does not give its whole state; its built-ins may be disabled")
+        kept = [line for line in variables if line not in defaults and not _VOLATILE.match(line)]
         # unset first: a starting bash marks it as exported, and declaring it would keep the mark
         oldpwd = [b"unset OLDPWD", *(line for line in kept if re.match(rb"^declare -\S+ OLDPWD=", line))]
-        limits = _changed_limits(rest, defaults)
         moves = [line for line in rest if line.startswith(b"cd -- ")][-1:]
-        lines = [b"shopt -s extglob", *functions]
-        lines += [line for line in attributes if not line.startswith(b"declare -f ")]
-        lines += [b"unset PATH HOSTNAME PS4", *kept, *settings]
-        lines += [b"ulimit -%s %s" % limit for limit in limits]
-        return ShellState(b"\n".join([*lines, *moves, *oldpwd, b""])), bool(moves)
+        switches = [b"shopt -s " + name for name in _PARSING if b"shopt -s " + name in settings]
+        script = [
+            b"unset PATH HOSTNAME PS4",
+            *kept,
+            *(line for line in settings if line not in defaults and line[9:] not in _PARSING),
+            *(b"ulimit -%s %s" % limit for limit in _changed_limits(rest, defaults)),
+            *moves,
+            *oldpwd,
+            # from here on names may mean something else: functions are read with no alias about, traps come last
+            b"shopt -u expand_aliases",
+            *aliases,
+            b"shopt -s extglob",
+            *functions,
+            *(b"\\builtin " + line for line in attributes if line and not line.startswith(b"declare -f ")),
+            b"\\builtin shopt -u extglob expand_aliases",
+            *(b"\\builtin " + line for line in switches),
+            *traps,
+        ]
+        return ShellState(b"\n".join(script) + b"\n"), bool(moves)
 
     def change_root(self, physical: str | None, *, timeout_s: float = 10.0) -> bool:
         """Enter the working directory anew after the root changed below the shell; False if it cannot."""

@@ -46,6 +46,7 @@ class Spawner:
         self.holds: dict[int, list[str]] = {}
         """Snapshot handle to chain."""
         self.references: dict[str, int] = {}
+        self.environment: dict[str, str] = {}
         self.usr_layers: set[str] = set()
         """Sealed layers that change /usr; the others need not be looked at there."""
         self.next_id = 0
@@ -126,15 +127,20 @@ class Spawner:
 
     # requests
 
-    def do_hello(self, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
-        """Say that the folder is ready, and how many processes and layers there are."""
-        return {"layers": self.layers, "userxattr": self.userxattr, "boxes": len(self.boxes)}, []
+    def do_hello(self, fds: list[int], environment: dict[str, str]) -> tuple[dict[str, Any], list[int]]:
+        """Take the environment of all shells; say where the layers lie."""
+        self.environment = environment
+        return {"layers": self.layers, "userxattr": self.userxattr}, []
 
     def do_layer(self, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
         """Give an empty layer for the library to fill (`r` and `u`), held under a new handle."""
         name = self._new_layer()
         self.usr_layers.add(name)
         return {"layer": name, "handle": self._hold([name])}, []
+
+    def do_hold(self, fds: list[int], chain: list[str]) -> tuple[dict[str, Any], list[int]]:
+        """Keep a chain under one handle more."""
+        return {"handle": self._hold(chain)}, []
 
     def do_create(
         self, fds: list[int], chain: list[str], world: list[str] | None = None
@@ -148,7 +154,7 @@ class Spawner:
             code = 1
             try:
                 views = [(chain, self._in_usr(chain))] + ([(world, self._in_usr(world))] if world else [])
-                box.run(fds, self.layers, upper, views, self.binds, self.userxattr)
+                box.run(fds, self.layers, upper, views, self.binds, self.userxattr, self.environment)
                 code = 0
             except BaseException as error:
                 if not isinstance(error, OSError):

@@ -17,6 +17,7 @@ from agentgym.errors import BackendUnavailable, SandboxError
 from agentgym.sandbox import FileSpec, SandboxSpec
 from agentgym.sandboxes import state
 from agentgym.sandboxes.namespace import NamespaceBackend, NamespaceSandbox
+from agentgym.types import Level
 
 pytestmark = pytest.mark.sandbox
 
@@ -130,6 +131,25 @@ def test_the_working_directory_may_be_renamed_or_deleted(sandbox: NamespaceSandb
     sandbox.run("rmdir ../there")
     with sandbox.snapshot() as snapshot:
         assert snapshot.losses == ("working directory /workspace/there (deleted)",)
+
+
+def test_a_shell_that_hides_builtins_loses_its_state_and_no_file(sandbox: NamespaceSandbox) -> None:
+    """A policy cannot get out of being scored by breaking its shell, and the loss is named."""
+    sandbox.run("declare() { :; }; set() { :; }; x=kept")
+    with sandbox.snapshot() as snapshot:
+        assert (snapshot.level, snapshot.losses) == (Level.SHELL, ())
+        [child] = snapshot.fork()
+        assert child.run("echo $x").stdout == "kept\n"
+        child.close()
+    sandbox.run("echo 1 > file; enable -n declare")
+    with sandbox.snapshot() as snapshot:
+        assert (snapshot.level, snapshot.losses[-1][:11]) == (Level.FILES, "shell state")
+        assert "/workspace/file" in snapshot.changes()
+        [child] = snapshot.fork()
+        assert child.run("cat file").stdout == "1\n"
+        child.close()
+    assert sandbox.run("builtin() { :; }", timeout_s=1).timed_out
+    assert sandbox.run("echo again").stdout == "again\n"
 
 
 def test_a_chain_of_snapshots_keeps_every_turn(sandbox: NamespaceSandbox) -> None:

@@ -106,7 +106,7 @@ def test_odd_commands_end_and_the_next_one_works(sandbox: Sandbox, command: str,
 
 
 def test_a_trace_shows_the_command_and_nothing_of_ours(sandbox: Sandbox) -> None:
-    assert sandbox.run("set -x; x=1; echo $x").stderr == "++ x=1\n++ echo 1\n"
+    assert sandbox.run("set -x; x=1; echo $x").stderr == "+++ x=1\n+++ echo 1\n"
     assert sandbox.run("echo quiet").stderr == ""
 
 
