@@ -25,11 +25,13 @@ from agentgym.sandboxes.namespace import NamespaceBackend
 
 FILES, FILE_BYTES = 50, 20_000
 """1 MB in 50 files."""
-_SPEC = SandboxSpec(files=tuple(FileSpec(f"file{i}", data=b"x" * FILE_BYTES) for i in range(FILES)))
+_SPEC = SandboxSpec(files=tuple(FileSpec(f"file{i}", data=b"line\n" * (FILE_BYTES // 5)) for i in range(FILES)))
 _ROUNDS, _PER_PARENT = 6, 12
 """A parent is snapshot a dozen times, as in an episode of a dozen turns, then a fresh one is made."""
 _TURN_S = 0.02
 CHILDREN = 100
+_FIRST = "read -r line < {}; echo $line"
+"""The first command, the same everywhere: it reads a file and needs no program but the shell."""
 _LABEL = "agentgym-bench"
 
 
@@ -136,7 +138,7 @@ def _forking(backend: NamespaceBackend) -> tuple[Callable[[], float], Callable[[
         started = time.perf_counter()
         with parent.snapshot() as snapshot:
             [child] = snapshot.fork()
-            answered = child.run("cat note").stdout
+            answered = child.run(_FIRST.format("note")).stdout
             taken = time.perf_counter() - started
         child.close()
         if answered != f"{turn}\n":
@@ -159,7 +161,7 @@ def _copies(n: int = _ROUNDS * _PER_PARENT) -> list[float]:
             target = os.path.join(folder, str(number))
             started = time.perf_counter()
             subprocess.run(["cp", "-a", source, target], check=True)
-            subprocess.run(["bash", "-c", "cat file0 > /dev/null"], cwd=target, check=True)
+            subprocess.run(["bash", "-c", _FIRST.format("file0")], cwd=target, check=True, capture_output=True)
             samples.append(time.perf_counter() - started)
             shutil.rmtree(target)
     return samples
@@ -204,7 +206,7 @@ def _docker() -> Iterator[Callable[[], float] | None]:
         started = time.perf_counter()
         image = parent.commit(repository=_LABEL, tag="fork")
         child = client.containers.run(image.id, ["/bin/sleep", "600"], **options)
-        code, _ = child.exec_run(["/bin/bash", "-c", "cat /root/file0 > /dev/null"])
+        code, _ = child.exec_run(["/bin/bash", "-c", _FIRST.format("/root/file0")])
         taken = time.perf_counter() - started
         child.remove(force=True)
         if code != 0:
