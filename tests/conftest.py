@@ -9,8 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from agentgym import cli
+
+# a slow machine is no failure, and a run that failed must fail again
+settings.register_profile("agentgym", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("agentgym")
 
 
 @pytest.fixture(scope="session")
