@@ -69,6 +69,7 @@ def test_texts_get_the_type_of_their_key() -> None:
     ],
 )
 def test_a_wrong_key_of_a_file_is_named_with_the_nearest(tmp_path: Path, text: str, key: str, near: str) -> None:
+    """C065."""
     file = write(tmp_path, text)
     said = refusal(file=file)
     section = "[tree]" if "[tree]" in text else "top level"
@@ -85,6 +86,7 @@ def test_a_wrong_key_of_a_file_is_named_with_the_nearest(tmp_path: Path, text: s
     ],
 )
 def test_a_wrong_key_of_the_environment_is_named_with_the_nearest(name: str, near: str) -> None:
+    """C065."""
     said = refusal(environ={name: "2"})
     assert name in said and "[tree]" in said and f"did you mean {near}?" in said
 
@@ -108,6 +110,7 @@ def test_other_variables_are_left_alone() -> None:
     ],
 )
 def test_a_wrong_key_of_the_command_line_is_named_with_the_nearest(text: str, near: str) -> None:
+    """C065."""
     said = refusal(sets=[text])
     assert f"--set {text.split('=')[0]}" in said and f"did you mean {near}?" in said
 
@@ -155,6 +158,7 @@ def test_a_file_that_is_none_is_one_line(tmp_path: Path) -> None:
 
 
 def test_kwargs_of_all_sources_are_merged(tmp_path: Path) -> None:
+    """C066."""
     file = write(tmp_path, "[env.kwargs]\na = 1\nb = 1\n")
     config = load_config(file, environ={"AGENTGYM_ENV__KWARGS": "{b = 2, c = 2}"}, sets=["env.kwargs.c=3"])
     assert config.env.kwargs == {"a": 1, "b": 2, "c": 3}

@@ -110,6 +110,71 @@ def test_a_background_writer_is_undisturbed_and_the_copy_is_consistent(sandbox: 
     assert int(sandbox.run("sleep 0.2; wc -l < count").stdout) > before
 
 
+@pytest.mark.parametrize(
+    ("make", "probe", "answer"),
+    [
+        ("echo 1 > /root/f; echo 2 > /tmp/f; echo 3 > /dev/shm/f", "cat /root/f /tmp/f /dev/shm/f", "1\n2\n3\n"),
+        ("echo x > /var/lib/f; chown 33:33 /var/lib/f", "stat -c '%u %g' /var/lib/f", "33 33\n"),
+        ("ln file linked", "stat -c %h file", "2\n"),
+        (
+            "python3 -c \"import os; os.setxattr('file', 'user.note', b'v')\"",
+            "python3 -c \"import os; print(os.getxattr('file', 'user.note'))\"",
+            "b'v'\n",
+        ),
+        ("export A=b; cd /var", "echo $A; pwd", "b\n/var\n"),
+    ],
+)
+def test_kept_by_a_fork(sandbox: NamespaceSandbox, make: str, probe: str, answer: str) -> None:
+    """C045: the table of what is kept; also in the parent, whose root was exchanged."""
+    sandbox.run("echo > file")
+    assert sandbox.run(make).stderr == ""
+    with sandbox.snapshot() as snapshot:
+        assert snapshot.losses == ()
+        [child] = snapshot.fork()
+    assert child.run(probe).stdout == sandbox.run(probe).stdout == answer
+    child.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [
+        ("sleep 99 &", "process"),
+        ("python3 -m http.server 8080 >/dev/null 2>&1 &", "http.server"),
+        ("exec 8</etc/passwd", "open file 8"),
+        ("coproc cat", "process"),
+    ],
+)
+def test_lost_by_a_fork_and_named(sandbox: NamespaceSandbox, make: str, loss: str) -> None:
+    """C045: what is alive or open and will not come back."""
+    sandbox.run(make)
+    with sandbox.snapshot() as snapshot:
+        assert any(loss in named for named in snapshot.losses), snapshot.losses
+
+
+def test_a_tree_over_a_large_workspace_stores_what_differs(backend: NamespaceBackend) -> None:
+    """C036: 40 nodes over 50 MB, each with 10 KB of its own."""
+
+    def used() -> int:
+        found = os.statvfs(backend.spawner().layers)
+        return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+    before = used()
+    box = backend.create(SandboxSpec())
+    box.run("head -c 50M /dev/zero > big")
+    snapshots = []
+    for turn in range(40):
+        box.run(f"head -c 10K /dev/urandom > own{turn}")
+        snapshots.append(box.snapshot())
+    assert used() - before < 60 << 20
+    box.close()
+    for snapshot in snapshots:
+        snapshot.release()
+    deadline = time.monotonic() + 10
+    while used() - before > 1 << 20 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert used() - before <= 1 << 20
+
+
 def test_a_directory_deleted_and_made_again_is_opaque(sandbox: NamespaceSandbox) -> None:
     box = sandbox
     box.run("mkdir d; echo 1 > d/old; echo 2 > d/keep")

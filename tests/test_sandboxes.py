@@ -45,6 +45,7 @@ def test_starts_in_its_folder_with_its_files_and_variables(sandbox: Sandbox) -> 
 
 
 def test_nothing_of_the_host_environment_is_inherited(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C088."""
     monkeypatch.setenv("MY_API_KEY", "secret-4711")
     sandbox = backend.create(SandboxSpec())
     try:
@@ -153,6 +154,7 @@ def test_a_deadline_ends_the_whole_tree_and_keeps_the_output(sandbox: Sandbox) -
 
 
 def test_a_killed_shell_is_told_from_a_deadline(sandbox: Sandbox) -> None:
+    """C074, but for memory kills: there is no memory limit yet that could make one."""
     result = sandbox.run("kill -9 $$")
     assert (result.killed, result.timed_out, result.exit_code) == (True, False, None)
     assert sandbox.run("echo usable").stdout == "usable\n"
@@ -243,6 +245,25 @@ def test_any_value_survives_a_fork(sandbox: Sandbox, plain: str, items: list[str
         assert child.run(probe).stdout == sandbox.run(probe).stdout
     finally:
         child.close()
+
+
+MANIFEST = "find . -mindepth 1 -printf '%p %y %m %T@ %l ' -type f -printf '%s ' -exec sha256sum {} \\; -o -mindepth 1 -printf '\\n' | sort"
+
+
+def test_a_fork_keeps_every_file_with_its_mode_and_time(sandbox: Sandbox) -> None:
+    """C043, C044: also what was written a moment ago and never synced."""
+    sandbox.run("for i in $(seq 200); do echo $i > file$i; chmod 6$((i % 8))4 file$i; done; mkdir -m 1777 d; ln -s d l")
+    sandbox.run("touch -d '2001-02-03 04:05:06.789' file7; printf tail >> file8; truncate -s 1M sparse; mkfifo pipe")
+    expected = sandbox.run(MANIFEST).stdout
+    child = fork(sandbox)
+    again = fork(child)
+    try:
+        assert len(expected.splitlines()) == 205
+        assert child.run(MANIFEST).stdout == again.run(MANIFEST).stdout == sandbox.run(MANIFEST).stdout == expected
+        assert out(child, "stat -c %b sparse") == "0\n"
+    finally:
+        child.close()
+        again.close()
 
 
 def test_siblings_and_parent_do_not_see_each_other(sandbox: Sandbox) -> None:

@@ -125,6 +125,7 @@ def test_broken_line_names_file_line_and_field(tmp_path: Path, raw: object, word
 
 
 def test_unregistered_environment_is_found_at_the_start(tmp_path: Path) -> None:
+    """C067."""
     lines = [GOOD | {"id": f"t{n}", "env": "agentgym/Terminl-v0" if n == 316 else GOOD["env"]} for n in range(500)]
     path = _jsonl(tmp_path, *lines)
     assert len(load_tasks(str(path))) == 500
