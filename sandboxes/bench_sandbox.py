@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from agentgym.bench import BenchRow, Target, row
@@ -71,7 +71,7 @@ def fanout() -> list[BenchRow]:
         copied = _copies(20)
     finally:
         backend.close()
-    growth = fmean(each[-20:]) / fmean(each[:20])
+    growth = median(each[-20:]) / median(each[:20])
     return [
         row(
             "fanout",
