@@ -25,32 +25,33 @@ from agentgym.task import Task
 from agentgym.tree import Node, Tree
 from agentgym.types import ToolCall
 
-NUM_TURNS = 20
-NUM_TASKS = 150
+NUM_STEPS = 3000
+"""Of a run; by long episodes and by short ones, whose share of starting and ending is five times as high."""
+LONG, SHORT = 100, 20
 NUM_RUNS = 7
+TREE_TURNS = 20
 FORKED_AT = (5, 10, 15)
-LIMITS = Limits(max_turns=NUM_TURNS)
 
 
 def step() -> list[BenchRow]:
     """No-op turns through the rollout engine, recorded, and what `AgentEnv.step` costs beside the author's act."""
-    steps_per_s = [1 / seconds for seconds in timed(_bare, NUM_RUNS)]
-    baseline = max(steps_per_s) * NUM_TASKS * NUM_TURNS
     # how fast turns become durable is the matter of `bench store`; here it is shown what that leaves of the rate
-    cases: list[tuple[str, Callable[[], AbstractContextManager[OnNode]], list[Target]]] = [
-        ("recorded", _in_memory, [Target("ours", at_least=20_000)]),
-        ("stored", _in_store, []),
+    cases: list[tuple[str, int, Callable[[], AbstractContextManager[OnNode]], list[Target]]] = [
+        ("recorded", LONG, _in_memory, [Target("ours", at_least=20_000)]),
+        ("recorded", SHORT, _in_memory, []),
+        ("stored", LONG, _in_store, []),
     ]
     rows = []
-    for case, recorder, targets in cases:
-        seconds_per_step = [_rollout_s(recorder) / (NUM_TASKS * NUM_TURNS) for _ in range(NUM_RUNS)]
+    for case, num_turns, recorder, targets in cases:
+        baseline = NUM_STEPS / min(timed(lambda num=num_turns: _bare(num), NUM_RUNS))  # type: ignore[misc]
+        seconds_per_step = [_rollout_s(recorder, num_turns) / NUM_STEPS for _ in range(NUM_RUNS)]
         rows.append(
             row(
                 "step",
-                case,
+                f"{case}, {num_turns} turns an episode",
                 1 / min(seconds_per_step),
                 unit="steps/s",
-                n=NUM_RUNS * NUM_TASKS * NUM_TURNS,
+                n=NUM_RUNS * NUM_STEPS,
                 baseline=baseline,
                 baseline_name="a bare loop over env.step",
                 more_is_better=True,
@@ -60,12 +61,12 @@ def step() -> list[BenchRow]:
     return [*rows, _overhead()]
 
 
-def _bare() -> None:
+def _bare(num_turns: int) -> None:
     """The least that playing can be: the same turns without engine, tokens and records."""
-    for number in range(NUM_TASKS):
-        env = CounterEnv([counter_task(number)], limits=LIMITS)
+    for number in range(NUM_STEPS // num_turns):
+        env = CounterEnv([counter_task(number)], limits=_limits(num_turns))
         env.reset(seed=number)
-        for _ in range(NUM_TURNS):
+        for _ in range(num_turns):
             env.step("add 1")
         env.close()
 
@@ -78,7 +79,7 @@ def _in_memory() -> Iterator[OnNode]:
 
 @contextmanager
 def _in_store() -> Iterator[OnNode]:
-    tasks = {task.id: task for task in map(counter_task, range(NUM_TASKS))}
+    tasks = {task.id: task for task in map(counter_task, range(NUM_STEPS))}
     with tempfile.TemporaryDirectory() as folder, Store.open(str(Path(folder) / "bench.db")) as store:
         store.add_run("bench", {})
 
@@ -91,26 +92,34 @@ def _in_store() -> Iterator[OnNode]:
         store.flush()
 
 
-def _rollout_s(recorder: Callable[[], AbstractContextManager[OnNode]]) -> float:
-    tasks = [counter_task(number) for number in range(NUM_TASKS)]
+def _limits(num_turns: int) -> Limits:
+    return Limits(max_turns=num_turns, max_tool_calls=num_turns + 1)
+
+
+def _rollout_s(recorder: Callable[[], AbstractContextManager[OnNode]], num_turns: int) -> float:
+    tasks = [counter_task(number) for number in range(NUM_STEPS // num_turns)]
     engine = ScriptedEngine(lambda request: "add 1")
+
+    def make_env(task: Task) -> CounterEnv:
+        return CounterEnv([task], limits=_limits(num_turns))
+
     gc.collect()
     gc.freeze()  # what the process held before is not part of the rollout's cost
     try:
         with recorder() as on_node:
             started = time.perf_counter()
-            trees = roll_out(tasks, engine, Settings(concurrency=2), make_env=_counter, on_node=on_node)
+            trees = roll_out(tasks, engine, Settings(concurrency=2), make_env=make_env, on_node=on_node)
         # the store's last group is on disk here
         seconds = time.perf_counter() - started
     finally:
         gc.unfreeze()
     played = sum(len(tree.nodes) - 1 for tree in trees)
-    assert played == NUM_TASKS * NUM_TURNS, f"{played} turns were recorded"
+    assert played == NUM_STEPS, f"{played} turns were recorded"
     return seconds
 
 
-def _counter(task: Task) -> CounterEnv:
-    return CounterEnv([task], limits=LIMITS)
+def _tree_env(task: Task) -> CounterEnv:
+    return CounterEnv([task], limits=_limits(TREE_TURNS))
 
 
 class _NoOp(CounterEnv):
@@ -167,13 +176,13 @@ def tree() -> list[BenchRow]:
     """A tree of 20 turns with two ways at turns 5, 10 and 15, against its eight leaves played as chains."""
     grown = _Counted(lambda request: f"add {random.Random(request.seed).randint(1, 9)}")
     settings = Settings(chooser=EveryTurn(turns=FORKED_AT), concurrency=2)
-    (played,) = roll_out([counter_task(100)], ScriptedEngine(grown), settings, make_env=_counter)
+    (played,) = roll_out([counter_task(100)], ScriptedEngine(grown), settings, make_env=_tree_env)
     leaves = played.leaves()
 
     lines = {f"count-{number}": [node.action for node in leaf.path()[1:]] for number, leaf in enumerate(leaves)}
     chained = _Counted(lambda request: lines[request.task_id][request.turn_index])
     tasks = [counter_task(number) for number in range(len(leaves))]
-    chains = roll_out(tasks, ScriptedEngine(chained), Settings(concurrency=2), make_env=_counter)
+    chains = roll_out(tasks, ScriptedEngine(chained), Settings(concurrency=2), make_env=_tree_env)
 
     ends = [_count(leaf.observation) for leaf in leaves]
     assert ends == [_count(chain.leaves()[0].observation) for chain in chains], "the chains must end as the leaves do"
@@ -202,9 +211,9 @@ def tree() -> list[BenchRow]:
 
 def _ideal() -> float:
     """Chain turns over unique turns: every turn of the tree played once, every leaf as a chain of all turns."""
-    borders = [1, *FORKED_AT, NUM_TURNS + 1]
+    borders = [1, *FORKED_AT, TREE_TURNS + 1]
     unique = sum((end - begin) << splits for begin, end, splits in zip(borders, borders[1:], count(), strict=False))
-    return (NUM_TURNS << len(FORKED_AT)) / unique
+    return (TREE_TURNS << len(FORKED_AT)) / unique
 
 
 def _count(observation: str) -> str:
