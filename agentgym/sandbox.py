@@ -29,11 +29,21 @@ class Capabilities:
     level: Level
     """The highest level a snapshot keeps."""
     isolation: frozenset[str]
-    """Of: network, pids, readonly_host, own_root, capabilities, memory, cpu, disk, seccomp."""
+    """Of: network, pids, readonly_host, own_root, capabilities, seccomp, memory, max_pids, cpu, disk."""
     missing: Mapping[str, str] = field(default_factory=dict)
     """What this machine does not give, each with its consequence."""
     max_depth: int | None = None
     """Longest chain of layers; None where there is no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoxLimits:
+    """What one sandbox may use."""
+
+    memory_bytes: int = 2 << 30
+    """Of all its processes together, and of the files it writes where those lie in memory."""
+    max_pids: int = 512
+    """Processes and threads at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +97,8 @@ class ExecResult:
     timed_out: bool = False
     killed: bool = False
     """The shell was killed by a signal that we did not send."""
+    oom_killed: bool = False
+    """The kernel ended a process of the sandbox for want of memory, by its own count."""
     shell_restarted: bool = False
     """The shell ended (exit, timeout, kill); a fresh one with the starting state answers the next command."""
     truncated: bool = False

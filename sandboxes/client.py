@@ -13,6 +13,7 @@ import threading
 from typing import Any
 
 from agentgym.errors import BackendUnavailable, SandboxError
+from agentgym.sandbox import BoxLimits
 from agentgym.sandboxes import state, wire
 from agentgym.sandboxes.shell import LOOP_ENV
 from agentgym.sandboxes.spawner import remove_tree
@@ -28,13 +29,17 @@ _BOOT = (
 class Spawner:
     """A running spawner process."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: BoxLimits | None) -> None:
         """Start it in memory if that works, else in the first state root that does.
+
+        Args:
+            limits: Of each sandbox, where this machine allows control groups; None: none.
 
         Raises:
             BackendUnavailable: names what each attempt answered.
         """
         self._lock = threading.Lock()
+        self.limits = limits
         refusals = []
         for root, in_memory in state.places():
             try:
@@ -82,7 +87,11 @@ class Spawner:
             remove_tree(folder)
             raise BackendUnavailable(hello["error"])
         # its mounts are its own: the way to its files leads through its process
-        self.layers = f"/proc/{self.process.pid}/root" + self.ask("hello", environment=LOOP_ENV)[0]["layers"]
+        memory_bytes, max_pids = (self.limits.memory_bytes, self.limits.max_pids) if self.limits else (None, None)
+        answer, _ = self.ask("hello", environment=LOOP_ENV, memory_bytes=memory_bytes, max_pids=max_pids)
+        self.layers = f"/proc/{self.process.pid}/root" + answer["layers"]
+        self.limited: frozenset[str] = frozenset(answer["limited"])
+        """Of memory and pids, what is limited for each sandbox."""
         self.in_memory = in_memory
 
     def ask(self, what: str, fds: list[int] | None = None, **arguments: Any) -> tuple[dict[str, Any], list[int]]:

@@ -6,9 +6,10 @@ speaks to their shell. A snapshot seals the upper layer and puts a fresh one und
 replays the shell's state.
 
 Protects from: reading or changing host files outside the allow-listed, read-only base; reaching any network;
-seeing or signalling host processes; keeping anything alive after close; inheriting host variables.
-Does not protect from: exhausting memory, processors, process numbers or disk; kernel faults. Those limits
-are reported as missing. A hard link made before a snapshot becomes two files once one of its names is
+seeing or signalling host processes; keeping anything alive after close; inheriting host variables; calls that
+only an administrator needs. Where control groups can be made, from exhausting memory and process numbers too.
+Does not protect from: exhausting processors, and memory where there are no control groups, which is reported as
+missing; kernel faults. A hard link made before a snapshot becomes two files once one of its names is
 written after it, as overlayfs has it.
 """
 
@@ -20,6 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 from agentgym.errors import (
@@ -30,7 +32,7 @@ from agentgym.errors import (
     SnapshotError,
     SnapshotUnsupported,
 )
-from agentgym.sandbox import DEFAULT_OUTPUT_BYTES, Capabilities, Change, ExecResult, FileSpec, SandboxSpec
+from agentgym.sandbox import DEFAULT_OUTPUT_BYTES, BoxLimits, Capabilities, Change, ExecResult, FileSpec, SandboxSpec
 from agentgym.sandboxes import layers, shell, wire
 from agentgym.sandboxes.body import Body, Frozen, Start, pristine
 from agentgym.sandboxes.client import Spawner
@@ -40,17 +42,19 @@ from agentgym.sandboxes.seeds import command_seed, hash_seed
 from agentgym.sandboxes.state import collect_garbage
 from agentgym.types import Level
 
-_CAPABILITIES = Capabilities(
-    level=Level.SHELL,
-    isolation=frozenset({"network", "pids", "readonly_host", "own_root", "capabilities"}),
-    missing={
-        "memory": "a command can use all memory of this machine",
-        "cpu": "a command can use all processors",
-        "disk": "a command can fill the disk that holds the state folder",
-        "seccomp": "all system calls are allowed to a process without capabilities",
-    },
-    max_depth=MAX_DEPTH,
-)
+_CONSEQUENCES = {
+    "memory": "a command can use all memory of this machine",
+    "max_pids": "a command can use up the process numbers of this machine",
+    "cpu": "a command can use all processors",
+    "disk": "files count as memory; without a memory limit they can fill what the layers may take",
+}
+
+
+def _capabilities(limited: frozenset[str]) -> Capabilities:
+    held = {"network", "pids", "readonly_host", "own_root", "capabilities", "seccomp"}
+    held |= {"memory"} & limited | ({"max_pids"} if "pids" in limited else set())
+    missing = {name: text for name, text in _CONSEQUENCES.items() if name not in held}
+    return Capabilities(Level.SHELL, frozenset(held), missing, MAX_DEPTH)
 
 
 class NamespaceBackend:
@@ -62,9 +66,15 @@ class NamespaceBackend:
 
     name = "namespace"
 
-    def __init__(self, pool: int = 2) -> None:
-        """Nothing starts before the first use; `pool` is how many blanks to keep ready."""
+    def __init__(self, pool: int = 2, limits: BoxLimits | None = BoxLimits()) -> None:  # noqa: B008  (it is frozen)
+        """Nothing starts before the first use.
+
+        Args:
+            pool: How many blanks to keep ready.
+            limits: Of each sandbox; None sets none.
+        """
         self.pool = pool
+        self.limits = limits
         self.defaults: frozenset[bytes] = frozenset()
         """What a shell says of itself in which nothing was typed; a replay need not repeat it."""
         self.live: weakref.WeakSet[NamespaceSandbox] = weakref.WeakSet()
@@ -79,15 +89,14 @@ class NamespaceBackend:
         Raises:
             BackendUnavailable: this machine refuses; says which check failed.
         """
-        self.spawner()
-        return _CAPABILITIES
+        return _capabilities(self.spawner().limited)
 
     def spawner(self) -> Spawner:
         """The running spawner; a forked process gets its own."""
         with self._lock:
             if self._spawner is None or self._spawner.pid != os.getpid():
                 self._templates = Templates()
-                spawner = Spawner()
+                spawner = Spawner(self.limits)
                 try:
                     self.defaults = pristine(spawner)
                 except SandboxError as error:
@@ -132,7 +141,6 @@ class NamespaceSandbox:
     """A live sandbox. Calls on one sandbox wait for each other; different ones run side by side."""
 
     backend = "namespace"
-    capabilities = _CAPABILITIES
 
     def __init__(
         self, spawner: Spawner, start: Start, chain: list[str], script: bytes, *, world: list[str] | None = None
@@ -145,6 +153,8 @@ class NamespaceSandbox:
         self.seed = 0
         """Feeds RANDOM, together with the number of commands that ran."""
         self.commands_run = 0
+        self.capabilities = _capabilities(spawner.limited)
+        self._oom_kills = 0
         self._closed = False
         self._exits: list[int] = []
         body = (owner.body(spawner, chain) if world is None else None) or Body.start(spawner, chain, world)
@@ -176,7 +186,15 @@ class NamespaceSandbox:
             status = self._exit_status() if outcome.ended == "shell" else outcome.status
             if outcome.ended != "status":
                 self._restart_shell()
-            return shell.result(outcome, status, time.perf_counter() - started)
+            result = shell.result(outcome, status, time.perf_counter() - started)
+            return replace(result, oom_killed=True) if self._lost_memory(status) else result
+
+    def _lost_memory(self, status: int | None) -> bool:
+        """Whether a process was ended for want of memory since the last look; by the kernel's count."""
+        if status not in (137, -9) or "memory" not in self._spawner.limited:
+            return False
+        before, self._oom_kills = self._oom_kills, self._spawner.ask("oom", box=self._box)[0]["kills"]
+        return self._oom_kills > before
 
     def read(self, path: str, *, max_bytes: int = DEFAULT_OUTPUT_BYTES) -> bytes:
         """See `agentgym.sandbox.Sandbox.read`."""

@@ -25,7 +25,7 @@ import subprocess
 import sys
 from typing import Any
 
-from agentgym.sandboxes import base, box, overlay, wire
+from agentgym.sandboxes import base, box, cgroups, overlay, wire
 from agentgym.sandboxes import syscalls as sc
 
 _NAMESPACES = sc.CLONE_NEWNS | sc.CLONE_NEWPID | sc.CLONE_NEWUTS | sc.CLONE_NEWIPC | sc.CLONE_NEWNET
@@ -47,6 +47,9 @@ class Spawner:
         """Snapshot handle to chain."""
         self.references: dict[str, int] = {}
         self.environment: dict[str, str] = {}
+        self.cgroups = cgroups.Cgroups(os.path.basename(state))
+        self.memory_bytes = self.max_pids = 0
+        """Of each sandbox, where it has control groups."""
         self.usr_layers: set[str] = set()
         """Sealed layers that change /usr; the others need not be looked at there."""
         self.next_id = 0
@@ -110,6 +113,7 @@ class Spawner:
         """End every sandbox, remove everything."""
         for number in list(self.boxes):
             self.do_close([], number)
+        self.cgroups.close()
         os.close(self.trash_pipe)
         os.waitpid(self.reaper, 0)
 
@@ -127,10 +131,15 @@ class Spawner:
 
     # requests
 
-    def do_hello(self, fds: list[int], environment: dict[str, str]) -> tuple[dict[str, Any], list[int]]:
-        """Take the environment of all shells; say where the layers lie."""
+    def do_hello(
+        self, fds: list[int], environment: dict[str, str], memory_bytes: int | None, max_pids: int | None
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Take what holds for all sandboxes; say where the layers lie and which limits hold."""
         self.environment = environment
-        return {"layers": self.layers, "userxattr": self.userxattr}, []
+        if memory_bytes is not None and max_pids is not None:
+            self.memory_bytes, self.max_pids = memory_bytes, max_pids
+            self.cgroups = cgroups.Cgroups.open(os.path.basename(self.state))
+        return {"layers": self.layers, "userxattr": self.userxattr, "limited": sorted(self.cgroups.homes)}, []
 
     def do_layer(self, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
         """Give an empty layer for the library to fill (`r` and `u`), held under a new handle."""
@@ -149,22 +158,31 @@ class Spawner:
         if len(chain) >= overlay.MAX_DEPTH:
             raise ValueError(f"a chain of {len(chain)} layers; at most {overlay.MAX_DEPTH} can be stacked")
         upper = self._new_layer()
+        self.next_id += 1
+        number = self.next_id
+        views = [(chain, self._in_usr(chain))] + ([(world, self._in_usr(world))] if world else [])
+        doors = self.cgroups.make(number, self.memory_bytes, self.max_pids)
+        # files count as memory: one that fills it would leave no room to delete it
+        max_file = self.memory_bytes // 2
+        plan = box.Plan(self.layers, upper, views, self.binds, self.userxattr, self.environment, doors, max_file)
         pid = sc.clone(_NAMESPACES)
         if pid == 0:
             code = 1
             try:
-                views = [(chain, self._in_usr(chain))] + ([(world, self._in_usr(world))] if world else [])
-                box.run(fds, self.layers, upper, views, self.binds, self.userxattr, self.environment)
+                box.run(fds, plan)
                 code = 0
             except BaseException as error:
                 if not isinstance(error, OSError):
                     sys.excepthook(type(error), error, error.__traceback__)
             finally:
                 os._exit(code)
-        self.next_id += 1
         self._refer([upper, *chain, *(world or [])], 1)
-        self.boxes[self.next_id] = (pid, upper, [*chain, *(world or [])])
-        return {"box": self.next_id, "pid": pid}, []
+        self.boxes[number] = (pid, upper, [*chain, *(world or [])])
+        return {"box": number, "pid": pid}, []
+
+    def do_oom(self, fds: list[int], box: int) -> tuple[dict[str, Any], list[int]]:
+        """How many processes of a sandbox ended for want of memory."""
+        return {"kills": self.cgroups.oom_kills(box)}, []
 
     def do_assign(self, fds: list[int], box: int, chain: list[str]) -> tuple[dict[str, Any], list[int]]:
         """Hand out mounts that put a blank box on a chain."""
@@ -216,6 +234,7 @@ class Spawner:
                 os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
+            self.cgroups.remove(box)
             self._refer([upper, *chain], -1)
         return {}, []
 

@@ -14,6 +14,7 @@ import signal
 import stat
 
 from agentgym.errors import BackendUnavailable
+from agentgym.sandboxes import cgroups
 from agentgym.sandboxes.spawner import remove_tree
 
 MARK = "AGENTGYM_STATE_FOLDER"
@@ -124,4 +125,10 @@ def collect_garbage(*, dry_run: bool = False) -> list[str]:
         done.append(f"folder {folder}")
         if not dry_run:
             remove_tree(folder)
+    for name, groups in cgroups.runs_with_groups().items():
+        if not any(os.path.isdir(os.path.join(root, name)) for root in state_roots()):
+            for group in groups:
+                done.append(f"control group {group}")
+                if not dry_run:
+                    cgroups.remove_group(group)
     return done

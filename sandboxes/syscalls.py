@@ -20,8 +20,8 @@ _libc.syscall.restype = ctypes.c_long
 _libc_gil.syscall.restype = ctypes.c_long
 
 _OLD = {
-    "x86_64": {"clone": 56, "pivot_root": 155, "unshare": 272},
-    "aarch64": {"clone": 220, "pivot_root": 41, "unshare": 97},
+    "x86_64": {"clone": 56, "mount": 165, "umount2": 166, "pivot_root": 155, "unshare": 272},
+    "aarch64": {"clone": 220, "mount": 40, "umount2": 39, "pivot_root": 41, "unshare": 97},
 }
 OPEN_TREE, MOVE_MOUNT, FSOPEN, FSCONFIG, FSMOUNT = 428, 429, 430, 431, 432
 CLOSE_RANGE, OPENAT2, MOUNT_SETATTR = 436, 437, 442
@@ -44,7 +44,7 @@ AT_RECURSIVE = 0x8000
 RESOLVE_NO_XDEV, RESOLVE_NO_MAGICLINKS, RESOLVE_IN_ROOT = 0x01, 0x02, 0x10
 
 _FSCONFIG_SET_FLAG, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 0, 1, 6
-_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 24, 38
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
 _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 
 PROC_MAGIC = 0x9FA0
@@ -75,6 +75,20 @@ def _c(text: str | None) -> ctypes.c_char_p:
     return ctypes.c_char_p(None if text is None else os.fsencode(text))
 
 
+_secret = 0
+
+
+def use_secret(secret: int) -> None:
+    """Send it with every mounting call from now on: a filter set on this process lets only those pass."""
+    global _secret
+    _secret = secret
+
+
+def _mounting(number: int, *arguments: object, what: str) -> int:
+    padding = [ctypes.c_long(0)] * (5 - len(arguments))
+    return _call(number, *arguments, *padding, ctypes.c_ulong(_secret), what=what)
+
+
 def clone(flags: int) -> int:
     """Fork into new namespaces; 0 in the child. Only for a process with one thread."""
     result: int = _libc_gil.syscall(
@@ -93,25 +107,25 @@ def unshare(flags: int) -> None:
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
     """Mount a file system the old way."""
-    _checked(_libc.mount(_c(source), _c(target), _c(kind), ctypes.c_ulong(flags), _c(data)), f"mount {target}")
+    arguments = (_c(source), _c(target), _c(kind), ctypes.c_ulong(flags), _c(data))
+    _mounting(_old("mount"), *arguments, what=f"mount {target}")
 
 
 def umount(target: str, flags: int = MNT_DETACH) -> None:
     """Unmount, lazily unless told otherwise."""
-    _checked(_libc.umount2(_c(target), flags), f"umount {target}")
+    _mounting(_old("umount2"), _c(target), ctypes.c_long(flags), what=f"umount {target}")
 
 
 def pivot_root(new_root: str, put_old: str) -> None:
     """Make new_root the root of every process in this mount namespace."""
-    _call(_old("pivot_root"), _c(new_root), _c(put_old), what="pivot_root")
+    _mounting(_old("pivot_root"), _c(new_root), _c(put_old), what="pivot_root")
 
 
 def move_mount(from_fd: int, from_path: str, to_fd: int, to_path: str) -> None:
     """Attach a detached mount (empty from_path), or move an attached one."""
     flags = (0x4 if not from_path else 0) | (0x40 if not to_path else 0)
-    _call(
-        MOVE_MOUNT, from_fd, _c(from_path), to_fd, _c(to_path), ctypes.c_uint(flags), what=f"move_mount to {to_path!r}"
-    )
+    arguments = (from_fd, _c(from_path), to_fd, _c(to_path), ctypes.c_uint(flags))
+    _mounting(MOVE_MOUNT, *arguments, what=f"move_mount to {to_path!r}")
 
 
 def open_tree(path: str, *, recursive: bool = False) -> int:
@@ -184,6 +198,13 @@ def bound_capabilities(kept: frozenset[int]) -> None:
             break  # past the last capability that this kernel knows
     _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
     _checked(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+
+
+def set_filter(program: bytes) -> None:
+    """Let the kernel refuse system calls of this process and all below it; forbid gaining rights first."""
+    buffer = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
+    _checked(_libc.prctl(_PR_SET_SECCOMP, 2, ctypes.c_char_p(header), 0, 0), "seccomp filter")
 
 
 def sethostname(name: str) -> None:

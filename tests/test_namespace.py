@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from agentgym.errors import BackendUnavailable, SandboxError
-from agentgym.sandbox import FileSpec, SandboxSpec
-from agentgym.sandboxes import state
+from agentgym.sandbox import BoxLimits, FileSpec, SandboxSpec
+from agentgym.sandboxes import cgroups, state
 from agentgym.sandboxes.namespace import NamespaceBackend, NamespaceSandbox
 from agentgym.types import Level
 
@@ -55,6 +55,26 @@ def sandbox(backend: NamespaceBackend) -> Iterator[NamespaceSandbox]:
         ("ls /proc/1/root/", "ermission denied"),
         ("echo x > /dev/sda", "Read-only|No such"),
         ("hostname stolen", "not permitted|must be root"),
+        ("unshare -Ur true", "not permitted"),
+        ("unshare -Um true", "not permitted"),
+        ("nsenter -t 1 -a true", "not permitted|ermission denied"),
+        (
+            'python3 -c "import ctypes; l = ctypes.CDLL(None, use_errno=True); print(l.ptrace(16, 1, 0, 0)); exit(ctypes.get_errno())"',
+            "-1",
+        ),
+        (
+            'python3 -c "import ctypes; l = ctypes.CDLL(None, use_errno=True); print(l.syscall(425, 8, 0)); exit(ctypes.get_errno())"',
+            "-1",
+        ),
+        (
+            'python3 -c "import ctypes; l = ctypes.CDLL(None, use_errno=True); print(l.syscall(321, 0, 0, 0)); exit(ctypes.get_errno())"',
+            "-1",
+        ),
+        (
+            'python3 -c "import ctypes; l = ctypes.CDLL(None, use_errno=True); print(l.syscall(165, 0, 0, 0, 0, 0, 1)); exit(ctypes.get_errno())"',
+            "-1",
+        ),
+        ("cp /bin/bash /tmp/b; chmod u+s /tmp/b; mount | grep ' / ' | grep -v nosuid", ""),
         ("chroot /proc/1/root true", "ermission denied|not permitted"),
         ("python3 -c \"import os; os.kill(1, 9); print('init', open('/proc/1/comm').read())\"; exit 1", "init"),
     ],
@@ -64,6 +84,67 @@ def test_attacks_are_refused(sandbox: NamespaceSandbox, attack: str, answer: str
     assert result.exit_code != 0
     assert any(part in result.stdout + result.stderr for part in answer.split("|")), result
     assert sandbox.run("echo alive").stdout == "alive\n"
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[NamespaceBackend]:
+    """Sandboxes with little memory and few processes."""
+    made = NamespaceBackend(pool=1, limits=BoxLimits(memory_bytes=128 << 20, max_pids=40))
+    try:
+        held = made.probe().isolation
+    except BackendUnavailable as refused:
+        pytest.skip(str(refused))
+    if not {"memory", "max_pids"} <= held:
+        made.close()
+        pytest.skip("no control groups can be made here")
+    yield made
+    made.close()
+
+
+def test_a_fork_bomb_harms_nobody(small: NamespaceBackend) -> None:
+    bomb, neighbour = small.create(SandboxSpec()), small.create(SandboxSpec())
+    result = bomb.run("f() { f | f & }; f; sleep 20", timeout_s=1)
+    assert result.timed_out
+    assert neighbour.run("/bin/echo fine").stdout == "fine\n"
+    assert bomb.run("/bin/echo again; ls -d /proc/[0-9]* | wc -l").stdout.split()[0] == "again"
+    bomb.close()
+    neighbour.close()
+
+
+def test_a_memory_bomb_ends_alone(small: NamespaceBackend) -> None:
+    """C074: told from a deadline and from a kill by the kernel's own count."""
+    box, neighbour = small.create(SandboxSpec()), small.create(SandboxSpec())
+    result = box.run("python3 -c 'x = bytearray(400 << 20); print(len(x))'", timeout_s=20)
+    assert (result.exit_code, result.oom_killed, result.timed_out, result.stdout) == (137, True, False, "")
+    killed = box.run("bash -c 'kill -9 $$'")
+    assert (killed.exit_code, killed.oom_killed) == (137, False)
+    assert box.run("echo alive").stdout == neighbour.run("echo alive").stdout == "alive\n"
+    box.close()
+    neighbour.close()
+
+
+def test_a_disk_flood_stops_and_harms_nobody(small: NamespaceBackend) -> None:
+    """One file stops at half the memory; many end the programs that write them, and never the sandbox."""
+    box = small.create(SandboxSpec())
+    result = box.run("head -c 1G /dev/zero > flood", timeout_s=30)
+    assert result.exit_code == 128 + signal.SIGXFSZ
+    assert box.run("stat -c %s flood").stdout == f"{64 << 20}\n"
+    full = box.run("for i in 1 2 3 4; do head -c 60M /dev/zero > flood$i; done", timeout_s=30)
+    assert full.oom_killed
+    for _ in range(3):  # nothing starts any more, and that is a result
+        assert box.run("/bin/echo more; exit 5", timeout_s=10).exit_code != 0
+    neighbour = small.create(SandboxSpec())
+    assert neighbour.run("/bin/echo fine").stdout == "fine\n"
+    box.close()
+    neighbour.close()
+
+
+def test_groups_are_removed_with_their_sandbox(small: NamespaceBackend) -> None:
+    box = small.create(SandboxSpec())
+    [*homes] = cgroups.runs_with_groups()[os.path.basename(small.spawner().folder)]
+    assert homes and all(os.path.isdir(f"{home}/{box._box}") for home in homes)
+    box.close()
+    assert not any(os.path.isdir(f"{home}/{box._box}") for home in homes)
 
 
 def test_other_processes_of_the_host_are_out_of_sight(sandbox: NamespaceSandbox) -> None:
@@ -367,6 +448,7 @@ def test_a_killed_run_leaves_nothing(victim: str, backend: NamespaceBackend, tmp
     assert not os.path.exists(folder) and not state.strays(folder)
     assert os.path.exists(mine), removed
     assert folder not in Path("/proc/self/mounts").read_text()
+    assert os.path.basename(folder) not in cgroups.runs_with_groups()
     other = backend.create(SandboxSpec())
     assert other.run("echo other run undisturbed").exit_code == 0
     other.close()
