@@ -37,11 +37,15 @@ _LABEL = "agentgym-bench"
 
 def fork() -> list[BenchRow]:
     """Time snapshot + fork + first command: plain, from the pool, and the other ways."""
-    plain, copied = _forks(pool=0), _copies()
-    rows = [
-        _row("plain", plain, copied, "copy of the folder + bash", [Target("ours", at_most=8.0)]),
-        _row("from the pool", _forks(pool=2), copied, "copy of the folder + bash", [Target("ours", at_most=8.0)]),
+    plain, copied = _forks(NamespaceBackend(pool=0, limits=None)), _copies()
+    cases = [
+        ("plain", plain, 8.0),
+        # joining a group waits for the kernel now and then, which a pool does beforehand
+        ("with memory and process limits", _forks(NamespaceBackend(pool=0)), 15.0),
+        ("from the pool, with limits", _forks(NamespaceBackend()), 5.0),
     ]
+    name = "copy of the folder + bash"
+    rows = [_row(case, ours, copied, name, [Target("ours", at_most=limit)]) for case, ours, limit in cases]
     with _docker() as once:
         if once is not None:
             ours, theirs = _against(once)
@@ -109,8 +113,7 @@ def _row(case: str, ours: list[float], theirs: list[float], name: str, targets: 
     )
 
 
-def _forks(pool: int) -> list[float]:
-    backend = NamespaceBackend(pool=pool)
+def _forks(backend: NamespaceBackend) -> list[float]:
     backend.probe()
     samples = []
     try:
@@ -119,7 +122,7 @@ def _forks(pool: int) -> list[float]:
             once()
             for _ in range(_PER_PARENT):
                 # where a blank stands ready, as after the time that a policy takes for a turn
-                time.sleep(_TURN_S if pool else 0.0)
+                time.sleep(_TURN_S if backend.pool else 0.0)
                 samples.append(once())
             end()
     finally:

@@ -263,6 +263,8 @@ class NamespaceSandbox:
             return self._shell.capture(self._start.owner.defaults, meanwhile=meanwhile)
         except shell.NoState:
             self._restart_shell()
+            # an answer shows that the new shell has started: its root must not be exchanged before
+            self._shell.change_root(None)
             return None, True
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from agentgym.sandboxes.body import Body
 from agentgym.sandboxes.client import Spawner
 
 MAX_TEMPLATES = 256
-REFILL_PAUSE_S = 0.002
+REFILL_PAUSE_S = 0.006
 """So that the fork that took a blank answers before the next blank is made."""
 ENV = [
     ("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"),
