@@ -18,6 +18,7 @@ from agentgym.errors import SandboxError
 from agentgym.sandbox import SandboxSpec
 from agentgym.sandboxes import shell, wire
 from agentgym.sandboxes.client import Spawner
+from agentgym.sandboxes.flattener import Flattener
 
 
 @dataclass(slots=True)
@@ -88,6 +89,7 @@ class Owner(Protocol):
     """What a sandbox asks of the backend that made it."""
 
     defaults: frozenset[bytes]
+    flattener: Flattener | None
     live: weakref.WeakSet[Any]
 
     def body(self, spawner: Spawner, chain: list[str]) -> Body | None:

@@ -6,16 +6,19 @@ directory descriptors and without following links: names in a layer were chosen 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agentgym.errors import SnapshotError
 from agentgym.sandbox import Change, FileSpec
 from agentgym.sandboxes.overlay import BASE
 
+MAX_FOLDERS = 200
+"""Of folders in folders that are looked into: an agent can nest them for ever."""
 _IGNORED = ("tmp", "dev", "proc", "sys")
 _OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")
 
@@ -84,26 +87,23 @@ def write_layer(layer: str, files: Sequence[FileSpec]) -> None:
 
 
 def walk(root: str, prefix: str = "") -> Iterator[tuple[str, Entry]]:
-    """Every path below a folder, each directory before what is in it."""
-    with os.scandir(root) as found:
-        entries = sorted(found, key=lambda e: e.name)
+    """Every path below a folder, each directory before what is in it; not below the depth that paths can name."""
+    try:
+        with os.scandir(root) as found:
+            entries = sorted(found, key=lambda e: e.name)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return
     for found_entry in entries:
         info = found_entry.stat(follow_symlinks=False)
         path = f"{prefix}/{found_entry.name}"
         deleted = stat.S_ISCHR(info.st_mode) and info.st_rdev == 0
         is_dir = stat.S_ISDIR(info.st_mode)
         target = os.readlink(found_entry.path) if stat.S_ISLNK(info.st_mode) else ""
-        entry = Entry(
-            info.st_mode,
-            info.st_size,
-            info.st_mtime_ns,
-            found_entry.path,
-            target,
-            deleted,
-            is_dir and _opaque(found_entry.path),
-        )
-        yield path, entry
-        if is_dir:
+        opaque = is_dir and _opaque(found_entry.path)
+        yield path, Entry(info.st_mode, info.st_size, info.st_mtime_ns, found_entry.path, target, deleted, opaque)
+        if is_dir and path.count("/") < MAX_FOLDERS:
             yield from walk(found_entry.path, path)
 
 
@@ -116,18 +116,61 @@ def _opaque(path: str) -> bool:
 
 
 def merged(layers: str, chain: Sequence[str]) -> dict[str, Entry]:
-    """The topmost entry of every path that a chain names, whiteouts of the base included."""
+    """The topmost entry of every path that a chain names, whiteouts of the base included.
+
+    A directory is opaque where any of its entries is: it hides what lies below the whole chain.
+    """
     seen: dict[str, Entry] = {}
     hidden: set[str] = set()
     for name in chain:
-        fresh: dict[str, Entry] = {}
+        hides = set()
         for part, prefix in (("r", ""), ("u", "/usr")):
             for path, entry in walk(os.path.join(layers, name, part), prefix):
-                if path not in seen and not _below(path, hidden):
-                    fresh[path] = entry
-        seen |= fresh
-        hidden |= {path for path, entry in fresh.items() if entry.opaque or not stat.S_ISDIR(entry.mode)}
+                if _below(path, hidden) or path in hidden:
+                    continue
+                if path not in seen:
+                    seen[path] = entry
+                elif entry.opaque:
+                    seen[path] = replace(seen[path], opaque=True)
+                if entry.opaque or not stat.S_ISDIR(entry.mode):
+                    hides.add(path)
+        # only from the next layer on: what lies in an opaque directory of this one is seen
+        hidden |= hides
     return seen
+
+
+def flatten(layers: str, chain: Sequence[str], target: str) -> None:
+    """Fill an empty layer so that it stands for a whole chain: its files are hard links, its directories new.
+
+    Args:
+        layers: The folder of all layers.
+        chain: Sealed layers, top to bottom.
+        target: Name of the empty layer.
+    """
+    entries = merged(layers, chain)
+    folders = []
+    for path, entry in entries.items():
+        part, inside = ("u", path[5:]) if path.startswith("/usr/") else ("r", path)
+        if path == "/usr":
+            part, inside = "r", path
+        place = os.path.join(layers, target, part, inside.lstrip("/"))
+        if not stat.S_ISDIR(entry.mode):
+            os.link(entry.host_path, place, follow_symlinks=False)
+            continue
+        os.mkdir(place)
+        folders.append((place, entry))
+    for place, entry in reversed(folders):
+        info = os.stat(entry.host_path, follow_symlinks=False)
+        os.chown(place, info.st_uid, info.st_gid)
+        for name in os.listxattr(entry.host_path, follow_symlinks=False):
+            if name not in _OPAQUE:
+                os.setxattr(
+                    place, name, os.getxattr(entry.host_path, name, follow_symlinks=False), follow_symlinks=False
+                )
+        if entry.opaque:
+            os.setxattr(place, _OPAQUE[0] if os.getuid() == 0 else _OPAQUE[1], b"y", follow_symlinks=False)
+        os.chmod(place, stat.S_IMODE(info.st_mode))
+        os.utime(place, ns=(info.st_atime_ns, info.st_mtime_ns))
 
 
 def _below(path: str, hidden: set[str]) -> bool:

@@ -36,6 +36,7 @@ from agentgym.sandbox import DEFAULT_OUTPUT_BYTES, BoxLimits, Capabilities, Chan
 from agentgym.sandboxes import layers, shell, wire
 from agentgym.sandboxes.body import Body, Frozen, Start, pristine
 from agentgym.sandboxes.client import Spawner
+from agentgym.sandboxes.flattener import Flattener
 from agentgym.sandboxes.overlay import MAX_DEPTH
 from agentgym.sandboxes.pool import ENV, Blanks, Templates
 from agentgym.sandboxes.seeds import command_seed, hash_seed
@@ -80,6 +81,7 @@ class NamespaceBackend:
         self.live: weakref.WeakSet[NamespaceSandbox] = weakref.WeakSet()
         self._spawner: Spawner | None = None
         self._blanks: Blanks | None = None
+        self.flattener: Flattener | None = None
         self._templates = Templates()
         self._lock = threading.Lock()
 
@@ -105,6 +107,7 @@ class NamespaceBackend:
                         f"backend 'namespace': {error}; `agentgym doctor` shows each check"
                     ) from error
                 self._spawner, self._blanks = spawner, Blanks(spawner, self.pool)
+                self.flattener = Flattener(spawner)
             return self._spawner
 
     def body(self, spawner: Spawner, chain: list[str]) -> Body | None:
@@ -128,6 +131,8 @@ class NamespaceBackend:
             spawner, self._spawner = self._spawner, None
             blanks, self._blanks = self._blanks, None
         if spawner is not None:
+            if self.flattener is not None:
+                self.flattener.stop()
             for sandbox in list(self.live):
                 sandbox.close()
             if blanks is not None:
@@ -254,6 +259,8 @@ class NamespaceSandbox:
                 state = shell.ShellState(state.script + b"\\builtin cd -- " + _quoted(cwd) + b"\n")
                 if cwd.endswith(" (deleted)"):
                     losses.append(f"working directory {cwd}")
+            if self._start.owner.flattener is not None:
+                self._start.owner.flattener.offer(answer["chain"], len(self._start.chain))
             frozen = Frozen(answer["handle"], answer["chain"], state, self.seed, self.commands_run)
             return NamespaceSnapshot(self._spawner, self._start, frozen, tuple(losses))
 

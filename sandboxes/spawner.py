@@ -52,6 +52,8 @@ class Spawner:
         """Of each sandbox, where it has control groups."""
         self.usr_layers: set[str] = set()
         """Sealed layers that change /usr; the others need not be looked at there."""
+        self.short: dict[str, tuple[int, str, int]] = {}
+        """Top layer of a long chain to (how many layers, the one that stands for them, its handle)."""
         self.next_id = 0
         self.trash_pipe = -1
         self.reaper = 0
@@ -151,10 +153,21 @@ class Spawner:
         """Keep a chain under one handle more."""
         return {"handle": self._hold(chain)}, []
 
+    def do_flattened(
+        self, fds: list[int], chain: list[str], layer: str, handle: int
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Let a layer stand for a chain from now on, as long as the chain's top is in use."""
+        if chain[0] in self.references and chain[0] not in self.short:
+            self.short[chain[0]] = (len(chain), layer, handle)
+        else:
+            self.do_release([], handle)
+        return {}, []
+
     def do_create(
         self, fds: list[int], chain: list[str], world: list[str] | None = None
     ) -> tuple[dict[str, Any], list[int]]:
         """Start a sandbox over a chain; fds are those of `box.run`."""
+        chain = self._shortened(chain)
         if len(chain) >= overlay.MAX_DEPTH:
             raise ValueError(f"a chain of {len(chain)} layers; at most {overlay.MAX_DEPTH} can be stacked")
         upper = self._new_layer()
@@ -187,6 +200,7 @@ class Spawner:
     def do_assign(self, fds: list[int], box: int, chain: list[str]) -> tuple[dict[str, Any], list[int]]:
         """Hand out mounts that put a blank box on a chain."""
         pid, blank, _ = self.boxes[box]
+        chain = self._shortened(chain)
         fresh = self._new_layer()
         given = [
             overlay.mount_root(self.layers, fresh, chain, self.userxattr),
@@ -210,15 +224,16 @@ class Spawner:
             sealed = [self._copy(upper), *chain]
             self.usr_layers |= {sealed[0]} if usr_changed else set()
             return {"handle": self._hold(sealed), "chain": sealed}, []
-        sealed = [upper, *chain]
+        sealed = [upper, *self._shortened(chain)]
         self.usr_layers |= {upper} if usr_changed else set()
         fresh = self._new_layer()
         given = [overlay.mount_root(self.layers, fresh, sealed, self.userxattr)]
-        if usr_changed:
+        if usr_changed or len(sealed) <= len(chain):
             given.append(overlay.mount_usr(self.layers, fresh, self._in_usr(sealed), self.userxattr))
         handle = self._hold(sealed)
-        self._refer([fresh], 1)
+        self._refer([fresh, *sealed], 1)
         self.boxes[box] = (pid, fresh, sealed)
+        self._refer([upper, *chain], -1)
         return {"handle": handle, "chain": sealed}, given
 
     def do_release(self, fds: list[int], handle: int) -> tuple[dict[str, Any], list[int]]:
@@ -239,6 +254,16 @@ class Spawner:
         return {}, []
 
     # inside
+
+    def _shortened(self, chain: list[str]) -> list[str]:
+        if chain and chain[0] in self.short:
+            num, layer, _ = self.short[chain[0]]
+            return [layer, *chain[num:]]
+        for depth, name in enumerate(chain):
+            if name in self.short:
+                num, layer, _ = self.short[name]
+                return [*chain[:depth], layer, *chain[depth + num :]]
+        return chain
 
     def _in_usr(self, chain: list[str]) -> list[str]:
         return [name for name in chain if name in self.usr_layers]
@@ -262,6 +287,8 @@ class Spawner:
             if count == 0:
                 del self.references[name]
                 self.usr_layers.discard(name)
+                if name in self.short:
+                    self.do_release([], self.short.pop(name)[2])
                 self._discard(name)
 
     def _discard(self, name: str) -> None:

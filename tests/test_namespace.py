@@ -311,6 +311,41 @@ def test_a_chain_of_snapshots_keeps_every_turn(sandbox: NamespaceSandbox) -> Non
         snapshot.release()
 
 
+def test_long_chains_become_short_and_nothing_changes(backend: NamespaceBackend) -> None:
+    """Whiteouts, opaque folders, links, modes and owners come through; so do files of the first layers."""
+    box = backend.create(SandboxSpec(files=(FileSpec("given/a", data=b"1"), FileSpec("given/b", data=b"2"))))
+    depths, snapshots = [], []
+    for turn in range(120):
+        box.run(
+            f"echo {turn} >> log; mkdir -p d{turn % 7}/x; echo {turn} > d{turn % 7}/x/f{turn}; rm -rf d{(turn + 3) % 7}"
+        )
+        if turn == 20:
+            box.run(
+                "rm given/a; rm -r /usr/share/doc/bash; mkdir /usr/share/doc/bash; ln -s log link; chmod 2770 given"
+            )
+        if turn == 60:
+            box.run("rm -r given; mkdir given; echo 3 > given/c; echo x > /usr/local/mine; chown 33:33 log")
+        snapshots.append(box.snapshot())
+        depths.append(len(snapshots[-1].chain))
+        time.sleep(0.002)
+    probe = "find . /usr/local /usr/share/doc/bash -printf '%p %y %m %U %G %l\\n' | sort; cat log d*/x/f* given/*"
+    expected = box.run(probe).stdout
+    time.sleep(0.3)
+    box.run("echo last > more")
+    with box.snapshot() as after:
+        assert len(after.chain) < 40 and max(depths) < 110, depths
+        [child] = after.fork()
+        assert child.run("rm more; " + probe).stdout == expected == box.run("rm more; " + probe).stdout
+        child.close()
+    [old] = snapshots[30].fork()
+    assert old.run("wc -l < log; ls given").stdout.split() == ["31", "b"]
+    assert "/workspace/given/a" in snapshots[30].changes()
+    old.close()
+    box.close()
+    for snapshot in snapshots:
+        snapshot.release()
+
+
 def test_a_snapshot_of_nothing_new_makes_no_layer(sandbox: NamespaceSandbox) -> None:
     with sandbox.snapshot() as first:
         sandbox.run("ls; x=1")
