@@ -27,6 +27,8 @@ from agentgym.errors import UnknownName
 BENCHES: dict[str, str] = {
     "fork": "agentgym.sandboxes.bench_sandbox:fork",
     "fanout": "agentgym.sandboxes.bench_sandbox:fanout",
+    "chain": "agentgym.sandboxes.bench_scale:chain",
+    "density": "agentgym.sandboxes.bench_scale:density",
     "shell": "agentgym.envs.bench_terminal:shell",
     "step": "agentgym.bench_core:step",
     "tree": "agentgym.bench_core:tree",

@@ -130,11 +130,11 @@ class NamespaceBackend:
         with self._lock:
             spawner, self._spawner = self._spawner, None
             blanks, self._blanks = self._blanks, None
-        if spawner is not None:
+        if spawner is not None and spawner.pid == os.getpid():
             if self.flattener is not None:
                 self.flattener.stop()
             for sandbox in list(self.live):
-                sandbox.close()
+                sandbox.let_go()  # the spawner ends them all at once
             if blanks is not None:
                 blanks.stop()
             spawner.close()
@@ -277,14 +277,19 @@ class NamespaceSandbox:
     def close(self) -> None:
         """End every process of the sandbox; its files are deleted in the background."""
         with self._lock:
+            if self.let_go() and self._spawner.pid == os.getpid():
+                with contextlib.suppress(SandboxError):
+                    self._spawner.ask("close", box=self._box)
+
+    def let_go(self) -> bool:
+        """Close our ends, which ends the sandbox a moment later; False if that was done before."""
+        with self._lock:
             if self._closed:
-                return
+                return False
             self._closed = True
             self._shell.close()
             self._control.close()
-            if self._spawner.pid == os.getpid():
-                with contextlib.suppress(SandboxError):
-                    self._spawner.ask("close", box=self._box)
+            return True
 
     def _seal(self, copy: bool) -> tuple[dict[str, Any], list[int]]:
         try:
