@@ -141,13 +141,7 @@ def check_backend(plan: Plan) -> Capabilities | None:
     if "backend" not in plan.env_kwargs:
         return None
     name = plan.env_kwargs["backend"]
-    try:
-        capabilities = get_backend(name).probe()
-    except BackendUnavailable as error:
-        raise BackendUnavailable(
-            f"backend {name!r} is not available: {error}. `agentgym doctor` shows every check; "
-            "`--set env.backend=local` runs without isolation, on tasks that you trust"
-        ) from error
+    capabilities = get_backend(name).probe()
     if capabilities.level < plan.needs:
         raise BackendUnavailable(
             f"backend {name!r} keeps level {capabilities.level} and {plan.config.env.id} needs {plan.needs}; "

@@ -40,16 +40,17 @@ class Spawner:
         """
         self._lock = threading.Lock()
         self.limits = limits
-        refusals = []
+        refusals: dict[str, list[str]] = {}
         for root, in_memory in state.places():
             try:
                 self._start(state.new_folder(state.open_root(root)), in_memory)
                 return
             except (OSError, BackendUnavailable) as error:
-                refusals.append(f"{root}{' (memory)' if in_memory else ''}: {error}")
+                refusals.setdefault(str(error), []).append(f"{root}{' in memory' if in_memory else ''}")
+        told = "; ".join(f"{reason} (tried {', '.join(places)})" for reason, places in refusals.items())
         raise BackendUnavailable(
-            f"backend 'namespace' cannot run here ({'; '.join(refusals)}). It needs Linux with overlayfs and mount "
-            "and PID namespaces; `agentgym doctor` shows each check. Use --set env.backend=local for an unisolated copy"
+            f"backend 'namespace' cannot run here: {told}. It needs Linux with overlayfs and mount and PID namespaces; "
+            "`agentgym doctor` shows each check, `--set env.backend=local` runs without isolation, on what you trust"
         )
 
     def _start(self, folder: str, in_memory: bool) -> None:

@@ -492,7 +492,7 @@ def test_a_killed_run_leaves_nothing(victim: str, backend: NamespaceBackend, tmp
 def test_a_refused_machine_says_which_check_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("AGENTGYM_STATE", str(tmp_path / "file" / "below"))
-    with pytest.raises(BackendUnavailable, match=r"cannot run here .*below.*local"):
+    with pytest.raises(BackendUnavailable, match=r"cannot run here.*below.*local"):
         NamespaceBackend().probe()
 
 

@@ -78,13 +78,14 @@ def test_a_knob_that_would_be_ignored_is_refused(agentgym: Command, sets: list[s
 
 
 def test_a_refused_backend_says_what_to_do(agentgym: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusing:
-        def probe(self) -> Capabilities:
-            raise BackendUnavailable("overlayfs is not in this kernel")
+    """The real message, of the real backend, where it finds no folder to work in."""
+    from agentgym.sandboxes import state
+    from agentgym.sandboxes.namespace import NamespaceBackend
 
-    monkeypatch.setattr(plan, "get_backend", lambda name: Refusing())
+    monkeypatch.setattr(plan, "get_backend", lambda name: NamespaceBackend())
+    monkeypatch.setattr(state, "places", lambda: [("/dev/null/none", True)])
     code, _, err = agentgym("rollout", "--tasks", "keyhunt", "--num", "1")
-    assert code == 1 and "overlayfs is not in this kernel" in err
+    assert code == 1 and "/dev/null/none" in err
     assert "agentgym doctor" in err and "env.backend=local" in err and not Path("runs").exists()
 
 
