@@ -63,6 +63,10 @@ _NEW = (428, 429, 430, 431, 432, 433, 425, 426, 427, 442, 443, 447, 467)
 _MOUNTING = ("mount", "umount2", "pivot_root")
 _MOUNTING_NEW = (428, 429, 430, 431, 432, 442)
 """Refused below, allowed with the secret."""
+_SOCKET = (41, 198)
+_FAMILIES = (1, 2, 10, 16)
+"""Of sockets that can be made: unix, both internets (without an interface) and netlink. Others, such as vsock, which
+reaches the hypervisor of a virtual machine, do not care for network namespaces."""
 _CLONE = (56, 220)
 _CLONE3 = 435
 _NAMESPACE_FLAGS = 0x7E020080
@@ -104,6 +108,10 @@ def program(secret: int) -> bytes:
         code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
     # what is asked for with clone3 lies in memory, where a filter cannot look: libraries fall back to clone
     code += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
+    num = len(_FAMILIES)
+    code += [(_EQUAL, 0, num + 3, _SOCKET[column]), (_LOAD, 0, 0, _ARG0)]
+    code += [(_EQUAL, num - index, 0, family) for index, family in enumerate(_FAMILIES)]
+    code += [(_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT), (_RETURN, 0, 0, _ALLOW)]
     code += [
         (_EQUAL, 0, 3, _CLONE[column]),
         (_LOAD, 0, 0, _ARG0),

@@ -46,6 +46,8 @@ def sandbox(backend: NamespaceBackend) -> Iterator[NamespaceSandbox]:
         ("cat /etc/shadow", "No such file"),
         ("ls /home/* /root/* /var/tmp/*", "No such file"),
         ("python3 -c 'import socket; socket.create_connection((\"1.1.1.1\", 80), 2)'", "Network is unreachable"),
+        ("python3 -c 'import socket; socket.socket(40, 1).connect((2, 1024))'", "not supported"),
+        ("python3 -c 'import socket; socket.socket(38, 5)'", "not supported"),
         ("mount -t tmpfs none /mnt", "ermission denied|must be superuser|not permitted"),
         ("unshare -m true", "not permitted"),
         ("mknod disk b 8 0", "not permitted"),
@@ -145,6 +147,11 @@ def test_groups_are_removed_with_their_sandbox(small: NamespaceBackend) -> None:
     assert homes and all(os.path.isdir(f"{home}/{box._box}") for home in homes)
     box.close()
     assert not any(os.path.isdir(f"{home}/{box._box}") for home in homes)
+
+
+def test_ordinary_sockets_still_work_inside(sandbox: NamespaceSandbox) -> None:
+    program = "import socket as s; a, b = s.socketpair(); a.send(b'x'); print(b.recv(1)); [s.socket(f, s.SOCK_STREAM) for f in (s.AF_UNIX, s.AF_INET, s.AF_INET6)]"
+    assert sandbox.run(f'python3 -W ignore -c "{program}"').stdout == "b'x'\n"
 
 
 def test_other_processes_of_the_host_are_out_of_sight(sandbox: NamespaceSandbox) -> None:
