@@ -354,7 +354,7 @@ def test_background_processes_do_not_keep_a_world_from_being_scored(env: Termina
 @sandboxed
 def test_processes_that_cannot_be_sealed_end_when_the_work_is_handed_in(env: TerminalEnv) -> None:
     done = {"kind": "nl2sh", "goal": "state", "changes": {"/workspace/f": ["file", "0o644", "", 0]}}
-    _begin(env, _task(verifier=done)).step("run kill() { :; }; >f; truncate -s 2G /tmp/big; sleep 100 &")
+    _begin(env, _task(verifier=done)).step("run kill() { :; }; >f; truncate -s 900M /tmp/big; sleep 100 &")
     with pytest.raises(SnapshotBusy, match="bytes to copy"):
         env.snapshot()
     assert env.step("submit")[1] == 1.0
