@@ -291,6 +291,6 @@ def test_a_stopped_rollout_closes_its_sandboxes(workplace: Path, number: signal.
 def test_the_demo_shows_what_trees_save(workplace: Path) -> None:
     demo = start("demo")
     out, err = demo.communicate(timeout=110)
-    assert demo.returncode == 0, (out, err)
+    assert demo.returncode == 0, out[-3000:] + err[-1000:]
     assert "keeps shell" in out and "(100 %)" in out and "achieved/ideal 1.00" in out
     assert len(list_runs()) == 1

@@ -227,7 +227,7 @@ def test_kept_by_a_fork(sandbox: NamespaceSandbox, make: str, probe: str, answer
     ("make", "loss"),
     [
         ("sleep 99 &", "process"),
-        ("python3 -m http.server 8080 >/dev/null 2>&1 &", "http.server"),
+        ("python3 -m http.server 8080 >/dev/null 2>&1 & sleep 0.5", "http.server"),
         ("exec 8</etc/passwd", "open file 8"),
         ("coproc cat", "process"),
     ],
