@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types imports unit sandbox bench clean
+.PHONY: demo test lint types imports unit sandbox docker bench clean
 
 demo: $(STAMP)
 	$(BIN)/agentgym demo
@@ -27,6 +27,11 @@ unit: $(STAMP)
 
 sandbox: $(STAMP)
 	$(BIN)/pytest -m sandbox --durations=5 -rs
+
+# a daemon that answers is used; else, as root with dockerd installed, one is started for the run
+docker: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docker]'
+	$(BIN)/pytest -m docker --durations=5 -rs
 
 bench: $(STAMP)
 	$(BIN)/agentgym bench fork

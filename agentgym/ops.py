@@ -64,9 +64,11 @@ def is_weak(capabilities: Capabilities) -> bool:
 
 def collect_garbage(*, dry_run: bool = False) -> list[str]:
     """Free what crashed runs left in sandboxes, and write down in `runs/` which were interrupted."""
-    # by name: sandboxes lie further out than what the core may import
-    collect: Callable[..., list[str]] = importlib.import_module("agentgym.sandboxes.namespace").collect_garbage
-    done = list(collect(dry_run=dry_run))
+    done = []
+    for name in ("docker_owner", "namespace"):
+        # by name: sandboxes lie further out than what the core may import
+        collect: Callable[..., list[str]] = importlib.import_module(f"agentgym.sandboxes.{name}").collect_garbage
+        done += collect(dry_run=dry_run)
     for run in list_runs():
         if run.status == "interrupted" and run.summary.get("status") == "running":
             done.append(f"run {run.id} was killed; marked interrupted")
@@ -111,6 +113,8 @@ def _backend_checks(name: str) -> Iterator[Check]:
             yield Check(name, piece, "ok", "kept apart")
         else:
             yield Check(name, piece, "missing", capabilities.missing.get(piece, "not kept apart"))
+    for piece in sorted(capabilities.isolation - set(ISOLATION)):
+        yield Check(name, piece, "ok", "kept apart")
     for piece, consequence in capabilities.missing.items():
         if piece not in ISOLATION:
             yield Check(name, piece, "missing", consequence)
@@ -202,6 +206,7 @@ def _choosers() -> Mapping[str, str]:
 
 def _backends() -> Mapping[str, str]:
     notes = {_DEFAULT_BACKEND: "the default; `agentgym doctor` tries it", "local": "weak isolation, only by name"}
+    notes["docker"] = "containers of a Docker daemon; slow forks, for tasks with their own image"
     return {name: notes.get(name, "") for name in backend_names()}
 
 

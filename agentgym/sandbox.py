@@ -29,7 +29,12 @@ class Capabilities:
     level: Level
     """The highest level a snapshot keeps."""
     isolation: frozenset[str]
-    """Of: network, pids, readonly_host, own_root, capabilities, seccomp, memory, max_pids, cpu, disk."""
+    """Of: network, pids, readonly_host, own_root, capabilities, seccomp, memory, max_pids, cpu, disk, writes, tcp.
+
+    The last two are weaker than readonly_host and network, for a sandbox that shares the host's root: "writes", no
+    file outside its own folders can be made, changed, moved or removed; "tcp", no TCP connection can be made or taken,
+    on this machine neither.
+    """
     missing: Mapping[str, str] = field(default_factory=dict)
     """What this machine does not give, each with its consequence."""
     max_depth: int | None = None
@@ -244,6 +249,7 @@ class Backend(Protocol):
 _BACKENDS = {
     "namespace": "agentgym.sandboxes.namespace:NamespaceBackend",
     "local": "agentgym.sandboxes.local:LocalBackend",
+    "docker": "agentgym.sandboxes.docker:DockerBackend",
 }
 _open: dict[str, Backend] = {}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import shutil
 import subprocess
 import tarfile
@@ -21,6 +20,7 @@ from typing import Any
 
 from agentgym.bench import BenchRow, Target, row
 from agentgym.sandbox import FileSpec, SandboxSpec
+from agentgym.sandboxes.docker_image import host_image
 from agentgym.sandboxes.namespace import NamespaceBackend
 
 FILES, FILE_BYTES = 50, 20_000
@@ -195,7 +195,7 @@ def _docker() -> Iterator[Callable[[], float] | None]:
         yield None
         return
     options = {"network_mode": "none", "detach": True, "labels": [_LABEL]}
-    client.api.import_image_from_data(_image(), repository=_LABEL, tag="base")
+    client.api.import_image_from_data(host_image(("bash", "cat", "sleep")), repository=_LABEL, tag="base")
     parent = client.containers.run(f"{_LABEL}:base", ["/bin/sleep", "600"], **options)
     folder = io.BytesIO()
     with tarfile.open(fileobj=folder, mode="w") as archive:
@@ -226,21 +226,3 @@ def _docker() -> Iterator[Callable[[], float] | None]:
             for tag in ("fork", "base"):
                 client.images.remove(f"{_LABEL}:{tag}", force=True)
         client.close()
-
-
-def _image() -> bytes:
-    """A root file system of bash, cat and sleep with their libraries, taken from this machine."""
-    programs = [str(shutil.which(name)) for name in ("bash", "cat", "sleep")]
-    listed = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=True).stdout
-    libraries = set(re.findall(r"(/\S+) \(0x", listed))
-    archive_bytes = io.BytesIO()
-    with tarfile.open(fileobj=archive_bytes, mode="w") as archive:
-        for path in sorted(libraries):
-            archive.add(os.path.realpath(path), arcname=path)
-        for path in programs:
-            archive.add(os.path.realpath(path), arcname=f"/bin/{os.path.basename(path)}")
-        for name in ("root", "tmp", "proc", "dev", "etc"):
-            entry = tarfile.TarInfo(name)
-            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
-            archive.addfile(entry)
-    return archive_bytes.getvalue()
