@@ -1,12 +1,15 @@
 """Backend `local`: a copied folder and a plain shell, for machines that refuse namespaces.
 
 Owns the portable way: a fork copies the workspace and replays the shell's state. It is never chosen in
-silence; whoever wants it names it.
+silence; whoever wants it names it. Where the kernel has Landlock and system call filters, which take no rights, each
+shell is started under them (`confine.py`); the probe attacks each promise once and `capabilities` tells what held.
 
-Protects from: writing into another sandbox's workspace by relative path; inheriting host variables; host-side
-file calls that follow links out of the workspace.
-Does not protect from: everything else. Commands run as you, see your files and your network, and a process
-that leaves its session and clears its environment outlives the sandbox.
+Protects from: inheriting host variables; host-side file calls that follow links out of the workspace. With `writes`:
+changing files outside the workspace and its folder for temporary files, in other sandboxes too. With `tcp`: any use
+of TCP, on this machine as well; with the filter, of every other network.
+Does not protect from: reading what you can read; changing modes, owners and times of your files; seeing your
+processes; Unix sockets of your programs; exhausting memory, processors, disk; a process that leaves its session and
+clears its environment outlives the sandbox. Without Landlock also from everything else that you can do.
 """
 
 from __future__ import annotations
@@ -26,25 +29,40 @@ from typing import Self
 from agentgym.errors import BackendUnavailable, PathRefused, SandboxError, SnapshotError, SnapshotUnsupported
 from agentgym.sandbox import DEFAULT_OUTPUT_BYTES, Capabilities, Change, ExecResult, FileSpec, SandboxSpec
 from agentgym.sandboxes import hostfiles, layers, shell, state
+from agentgym.sandboxes.confine import Rules, find_rules
 from agentgym.sandboxes.seeds import command_seed, hash_seed
 from agentgym.sandboxes.spawner import remove_tree
 from agentgym.types import Level
 
-_CAPABILITIES = Capabilities(
-    level=Level.SHELL,
-    isolation=frozenset(),
-    missing={
-        "network": "commands reach whatever this machine reaches",
-        "pids": "commands see and can signal your processes",
-        "readonly_host": "commands can change every file that you can change",
-        "own_root": "absolute paths are the host's",
-        "capabilities": "commands run with your rights",
-        "memory": "a command can use all memory of this machine",
-        "cpu": "a command can use all processors",
-        "disk": "a command can fill the disk",
-        "seccomp": "all system calls are allowed",
-    },
-)
+_MISSING = {
+    "network": "commands reach whatever this machine reaches",
+    "pids": "commands see and can signal your processes",
+    "readonly_host": "commands can change every file that you can change",
+    "own_root": "absolute paths are the host's",
+    "capabilities": "commands run with your rights",
+    "memory": "a command can use all memory of this machine",
+    "cpu": "a command can use all processors",
+    "disk": "a command can fill the disk",
+    "seccomp": "all system calls are allowed",
+}
+_TEMPORARY = "-tmp"
+"""Added to the name of a workspace: its folder for temporary files, which moves with it wherever a script names it."""
+
+
+def _capabilities(rules: Rules) -> Capabilities:
+    missing = dict(_MISSING)
+    if "writes" in rules.held:
+        missing["readonly_host"] = "commands read all that you can read, and can change modes and times of your files"
+    if "tcp" in rules.held:
+        missing["network"] = "Unix sockets of your programs can be reached, such as a container daemon's"
+        missing["network"] += "; and UDP" if "udp" in rules.passed else ""
+    if "signal" not in rules.passed:
+        shown = " and their environment" if "environ" in rules.passed else ""
+        missing["pids"] = f"commands see your processes{shown}, and cannot signal them"
+    if rules.sockets:
+        missing["seccomp"] = "all system calls are allowed but those that make sockets out of this machine"
+    missing |= {name: f"not set on shells: {reason}" for name, reason in rules.refusals.items()}
+    return Capabilities(Level.SHELL, rules.held, missing)
 
 
 class LocalBackend:
@@ -59,17 +77,26 @@ class LocalBackend:
         self._numbers = itertools.count(1)
         self._boxes: set[LocalSandbox] = set()
         self._lock = threading.Lock()
+        self._rules: Rules | None = None
 
     def probe(self) -> Capabilities:
-        """Check that there are bash and a place for folders.
+        """Check that there are bash and a place for folders, and try which rules hold a shell.
 
         Raises:
             BackendUnavailable: one of them is missing.
         """
         if not os.path.exists("/bin/bash") or not os.path.isdir("/proc/self/fd"):
             raise BackendUnavailable("backend 'local' needs /bin/bash and /proc; both are there on any Linux")
-        self.new_folder()
-        return _CAPABILITIES
+        return _capabilities(self.rules())
+
+    def rules(self) -> Rules:
+        """What every shell is started under; tried once."""
+        place = self.new_folder()
+        with self._lock:
+            if self._rules is None:
+                os.mkdir(place)
+                self._rules = find_rules(place)
+            return self._rules
 
     def new_folder(self) -> str:
         """The name of a folder that does not exist yet, in this process's own."""
@@ -99,11 +126,8 @@ class LocalBackend:
         for name in (start, start + "/r", start + "/u"):
             os.mkdir(name, 0o755)
         layers.write_layer(start, files)
-        env = [("PATH", os.defpath), ("HOME", "."), ("LANG", "C.UTF-8"), ("TERM", "dumb")]
-        env += [("PYTHONHASHSEED", str(hash_seed(spec.seed))), *spec.env]
-        return LocalSandbox(
-            self, _Frozen(start + "/r", start + "/r", shell.fresh_script(env, start + "/r"), spec, spec.seed)
-        )
+        script = _fresh(spec, spec.seed, start + "/r")
+        return LocalSandbox(self, _Frozen(start + "/r", start + "/r", script, spec, spec.seed))
 
     def keep(self, box: LocalSandbox, alive: bool) -> None:
         """Note a sandbox that lives, or no longer does."""
@@ -139,7 +163,6 @@ class LocalSandbox:
     """A live folder with a shell in it."""
 
     backend = "local"
-    capabilities = _CAPABILITIES
 
     def __init__(self, owner: LocalBackend, frozen: _Frozen) -> None:
         """Copy the folder and start the shell."""
@@ -147,6 +170,8 @@ class LocalSandbox:
         self._frozen = frozen
         self._lock = threading.RLock()
         self._closed = False
+        self._rules = owner.rules()
+        self.capabilities = _capabilities(self._rules)
         self.folder = owner.new_folder()
         self.id = f"local-{os.path.basename(self.folder)}"
         self.seed = frozen.seed
@@ -175,7 +200,7 @@ class LocalSandbox:
                 status = self._process.wait()
             if outcome.ended != "status":
                 self._end_processes()
-                self._start_shell(self._moved(self._fresh(), self._frozen.start))
+                self._start_shell(self._first_script())
             return shell.result(outcome, status, time.perf_counter() - started)
 
     def read(self, path: str, *, max_bytes: int = DEFAULT_OUTPUT_BYTES) -> bytes:
@@ -199,8 +224,8 @@ class LocalSandbox:
                 kept, named = self._shell.capture(frozenset())
             except shell.NoState:
                 self._end_processes()
-                self._start_shell(self._moved(self._fresh(), self._frozen.start))
-                kept, named = shell.ShellState(self._moved(self._fresh(), self._frozen.start)), True
+                self._start_shell(self._first_script())
+                kept, named = shell.ShellState(self._first_script()), True
                 losses = ("shell state (its functions hide built-ins)",)
             losses += tuple(f"process {pid}" for pid in state.strays(self.folder) if pid != self._process.pid)
             copied = self._owner.new_folder()
@@ -219,12 +244,11 @@ class LocalSandbox:
             self._closed = True
             self._end_processes()
             self._owner.keep(self, False)
-            remove_tree(self.folder)
+            _remove(self.folder)
 
-    def _fresh(self) -> bytes:
-        env = [("PATH", os.defpath), ("HOME", "."), ("LANG", "C.UTF-8"), ("TERM", "dumb")]
-        env += [("PYTHONHASHSEED", str(hash_seed(self.seed))), *self._frozen.spec.env]
-        return shell.fresh_script(env, self._frozen.start)
+    def _first_script(self) -> bytes:
+        start = self._frozen.start
+        return self._moved(_fresh(self._frozen.spec, self.seed, start), start)
 
     def _moved(self, script: bytes, origin: str) -> bytes:
         return script.replace(os.fsencode(origin), os.fsencode(self.folder))
@@ -239,8 +263,9 @@ class LocalSandbox:
         commands, output, errors, status, source = high
         places = f"{shell.COMMAND_FD}<&{commands} {shell.STATUS_FD}>&{status} {shell.SCRIPT_FD}<&{source}"
         closed = f"{commands}<&- {status}>&- {source}<&-"
-        self._process = subprocess.Popen(
+        self._process = self._rules.start(
             ["/bin/bash", "-c", f"exec /bin/bash --norc --noprofile bash {places} {closed}"],
+            [self.folder, self.folder + _TEMPORARY],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=errors,
@@ -302,7 +327,9 @@ class LocalSnapshot:
         self._check()
         place = os.fsencode(self._frozen.folder)
         script = shell.ShellState(self._frozen.script.replace(place, b"WORKSPACE")).digest()
-        return f"{layers.digest(dict(layers.walk(self._frozen.folder)))}-{script[:16]}"
+        files = dict(layers.walk(self._frozen.folder))
+        files |= layers.walk(self._frozen.folder + _TEMPORARY, "//tmp")
+        return f"{layers.digest(files)}-{script[:16]}"
 
     def changes(self) -> dict[str, Change]:
         """Every path of the workspace that differs from its start; paths begin at the working directory."""
@@ -324,7 +351,7 @@ class LocalSnapshot:
         """Delete the copy; live forks go on."""
         if not self._released:
             self._released = True
-            remove_tree(self._frozen.folder)
+            _remove(self._frozen.folder)
 
     def __enter__(self) -> Self:
         return self
@@ -344,5 +371,22 @@ def _relative(file: FileSpec, workdir: str) -> FileSpec:
     return FileSpec(inside, file.kind, file.data, file.mode, file.mtime_s)
 
 
+def _fresh(spec: SandboxSpec, seed: int, folder: str) -> bytes:
+    """The script of a shell in which nothing was typed, with the paths of a folder."""
+    env = [("PATH", os.defpath), ("HOME", "."), ("LANG", "C.UTF-8"), ("TERM", "dumb")]
+    env += [("TMPDIR", folder + _TEMPORARY), ("PYTHONHASHSEED", str(hash_seed(seed))), *spec.env]
+    return shell.fresh_script(env, folder)
+
+
 def _copy(source: str, target: str) -> None:
-    subprocess.run(["cp", "-a", "--reflink=auto", source, target], check=True, capture_output=True)
+    """Copy a workspace and, where there are any, its temporary files."""
+    for end in ("", _TEMPORARY):
+        if end and not (os.path.isdir(source + end) and os.listdir(source + end)):
+            os.mkdir(target + end)
+            continue
+        subprocess.run(["cp", "-a", "--reflink=auto", source + end, target + end], check=True, capture_output=True)
+
+
+def _remove(folder: str) -> None:
+    for end in ("", _TEMPORARY):
+        remove_tree(folder + end)
