@@ -67,7 +67,8 @@ class DockerBackend:
         Args:
             image: Name of an image that the daemon has; it needs /bin/bash. None: a small one is made of this
                 machine's own programs.
-            dockerfile: A folder whose Dockerfile is built instead.
+            dockerfile: A folder whose Dockerfile is built instead. The image goes at close; what the daemon caches of
+                its steps stays, as after any build.
             limits: Of each sandbox.
             cpus: Processors that one sandbox may use.
         """
