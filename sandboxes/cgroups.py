@@ -97,6 +97,11 @@ def remove_group(path: str) -> None:
     _remove(path)
 
 
+def in_use(path: str) -> bool:
+    """Whether a process is in a group or in one below it."""
+    return any(_read(os.path.join(folder, "cgroup.procs")).strip() for folder, _, _ in os.walk(path))
+
+
 def runs_with_groups() -> dict[str, list[str]]:
     """Names of runs to the groups that stand for them."""
     found: dict[str, list[str]] = {}

@@ -496,6 +496,19 @@ def test_a_killed_run_leaves_nothing(victim: str, backend: NamespaceBackend, tmp
     other.close()
 
 
+def test_garbage_of_one_state_root_is_no_run_of_another(
+    small: NamespaceBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two runs at once: the one that collects garbage does not know where the other keeps its folder."""
+    homes = cgroups.runs_with_groups()[os.path.basename(small.spawner().folder)]
+    monkeypatch.setenv("AGENTGYM_STATE", str(tmp_path))
+    assert state.collect_garbage() == []
+    assert all(os.path.isdir(os.path.join(home, cgroups.FIRST)) for home in homes)
+    box = small.create(SandboxSpec())
+    assert box.run("/bin/echo fine").stdout == "fine\n"
+    box.close()
+
+
 def test_a_refused_machine_says_which_check_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("AGENTGYM_STATE", str(tmp_path / "file" / "below"))
