@@ -779,14 +779,19 @@ def interrupting(told: list[Node], number: int) -> Callable[[Tree, Node], None]:
 def test_c068_ctrl_c() -> None:
     told: list[Node] = []
     settings = Settings(chooser=EveryTurn(turns=(2, 4)), concurrency=4)
-    with pytest.raises(KeyboardInterrupt):
-        roll_out(
-            tasks(*"abcdefgh"),
-            SlowEngine(by_seed),
-            settings,
-            make_env=diary,
-            on_node=interrupting(told, signal.SIGINT),
-        )
+    # a shell without job control starts what runs in the background with SIGINT ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            roll_out(
+                tasks(*"abcdefgh"),
+                SlowEngine(by_seed),
+                settings,
+                make_env=diary,
+                on_node=interrupting(told, signal.SIGINT),
+            )
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(told) >= 20
 
 
