@@ -20,7 +20,7 @@ import agentgym
 
 ROOMS = ("envs", "sandboxes", "trainers", "tasks")
 TOP_FILES = {"CHANGELOG.md", "LICENSE", "Makefile", "README.md", "compose.yaml", "pyproject.toml"}
-TOP_FOLDERS = {"agentgym", "tests", *ROOMS}
+TOP_FOLDERS = {"agentgym", "docs", "tests", *ROOMS}
 HEAVY = ("docker", "playwright", "ray", "torch", "transformers", "vllm")
 MAX_IMPORT_S = 0.5
 MAX_FILE_LINES = 500
