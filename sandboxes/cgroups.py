@@ -102,6 +102,15 @@ def in_use(path: str) -> bool:
     return any(_read(os.path.join(folder, "cgroup.procs")).strip() for folder, _, _ in os.walk(path))
 
 
+def left_by_all(groups: list[str]) -> bool:
+    """Whether nobody is in any of the groups, or will be in a second: what was just killed takes a moment to go."""
+    for _ in range(100):
+        if not any(map(in_use, groups)):
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def runs_with_groups() -> dict[str, list[str]]:
     """Names of runs to the groups that stand for them."""
     found: dict[str, list[str]] = {}

@@ -129,7 +129,7 @@ def collect_garbage(*, dry_run: bool = False) -> list[str]:
         # a run with another state root has no folder here: its name begins with the process that made it
         maker = name.partition("-")[0]
         known = any(os.path.isdir(os.path.join(root, name)) for root in state_roots())
-        if not known and not os.path.exists(f"/proc/{maker}") and not any(map(cgroups.in_use, groups)):
+        if not known and not os.path.exists(f"/proc/{maker}") and cgroups.left_by_all(groups):
             for group in groups:
                 done.append(f"control group {group}")
                 if not dry_run:
