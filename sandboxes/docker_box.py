@@ -162,7 +162,7 @@ class DockerSandbox:
             return kept, losses
         except (shell.NoState, ValueError):
             self._restart()
-            return shell.ShellState(self._start.script), ("shell state (its functions hide built-ins)",)
+            return shell.ShellState(self._start.script), (shell.HIDDEN_STATE,)
 
     def close(self) -> None:
         """End every process of the sandbox and remove its container."""
@@ -220,7 +220,7 @@ class DockerSnapshot:
     def __init__(self, start: Start, frozen: Frozen, losses: tuple[str, ...] = ()) -> None:
         """Take over one hold on the image."""
         self.id = f"snap-{frozen.image.removeprefix('sha256:')[:12]}"
-        self.level = Level.FILES if any(loss.startswith("shell state") for loss in losses) else Level.SHELL
+        self.level = shell.level_kept(losses)
         self.losses = losses
         self.num_layers = frozen.num_layers
         self._start = start

@@ -226,7 +226,7 @@ class LocalSandbox:
                 self._end_processes()
                 self._start_shell(self._first_script())
                 kept, named = shell.ShellState(self._first_script()), True
-                losses = ("shell state (its functions hide built-ins)",)
+                losses = (shell.HIDDEN_STATE,)
             losses += tuple(f"process {pid}" for pid in state.strays(self.folder) if pid != self._process.pid)
             copied = self._owner.new_folder()
             _copy(self.folder, copied)
@@ -311,7 +311,7 @@ class LocalSnapshot:
 
     def __init__(self, owner: LocalBackend, frozen: _Frozen, losses: tuple[str, ...]) -> None:
         self.id = f"snap-{os.path.basename(frozen.folder)}"
-        self.level = Level.FILES if losses and losses[0].startswith("shell state") else Level.SHELL
+        self.level = shell.level_kept(losses)
         self.losses = losses
         self._owner = owner
         self._frozen = frozen

@@ -253,7 +253,7 @@ class NamespaceSandbox:
             losses = [f"process {task['pid']} ({task['name']})" for task in others]
             losses += [f"open file {file['fd']} ({file['path']})" for file in files]
             if state is None:
-                losses.append("shell state (its functions hide built-ins)")
+                losses.append(shell.HIDDEN_STATE)
                 state, named = shell.ShellState(self._start.script), True
             if not named:
                 state = shell.ShellState(state.script + b"\\builtin cd -- " + _quoted(cwd) + b"\n")
@@ -389,7 +389,7 @@ class NamespaceSnapshot:
 
     def __init__(self, spawner: Spawner, start: Start, frozen: Frozen, losses: tuple[str, ...] = ()) -> None:
         self.id = f"snap-{spawner.pid}-{frozen.handle}"
-        self.level = Level.FILES if any(loss.startswith("shell state") for loss in losses) else Level.SHELL
+        self.level = shell.level_kept(losses)
         self.losses = losses
         self.chain = frozen.chain
         self._spawner = spawner

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from agentgym.errors import SandboxError
 from agentgym.sandbox import ExecResult
+from agentgym.types import Level
 
 COMMAND_FD, STATUS_FD, SCRIPT_FD = 30, 31, 32
 LOOP_NAME = "__agentgym_l"
@@ -104,6 +105,15 @@ class ShellState:
 
 class NoState(SandboxError):
     """A shell does not give its state: what was typed into it has redefined what the question is made of."""
+
+
+HIDDEN_STATE = "shell state (its functions hide built-ins)"
+"""The loss that a snapshot names where its shell gave no state."""
+
+
+def level_kept(losses: Sequence[str]) -> Level:
+    """What a snapshot with these losses keeps: the shell, or only its files."""
+    return Level.FILES if HIDDEN_STATE in losses else Level.SHELL
 
 
 class Collector:

@@ -38,7 +38,7 @@ class Spawner:
     def __init__(self, state: str, library: socket.socket) -> None:
         self.state = state
         self.layers = os.path.join(state, "layers")
-        self.library = library
+        self.caller = library
         self.userxattr = False
         self.binds: list[str] = []
         self.boxes: dict[int, tuple[int, str, list[str]]] = {}
@@ -99,7 +99,7 @@ class Spawner:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         poller = select.poll()
-        poller.register(self.library, select.POLLIN)
+        poller.register(self.caller, select.POLLIN)
         poller.register(woken, select.POLLIN)
         with contextlib.suppress(EOFError, BrokenPipeError):
             while True:
@@ -124,13 +124,13 @@ class Spawner:
         os.waitpid(self.reaper, 0)
 
     def _answer(self) -> None:
-        request, fds = wire.receive(self.library)
+        request, fds = wire.receive(self.caller)
         given: list[int] = []
         try:
             answer, given = getattr(self, "do_" + request.pop("do"))(fds, **request)
         except (OSError, ValueError) as error:
             answer = {"error": str(error)}
-        wire.send(self.library, answer, given)
+        wire.send(self.caller, answer, given)
         for fd in (*fds, *given):
             with contextlib.suppress(OSError):
                 os.close(fd)

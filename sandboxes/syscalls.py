@@ -128,9 +128,9 @@ def move_mount(from_fd: int, from_path: str, to_fd: int, to_path: str) -> None:
     _mounting(MOVE_MOUNT, *arguments, what=f"move_mount to {to_path!r}")
 
 
-def open_tree(path: str, *, recursive: bool = False) -> int:
+def open_tree(path: str) -> int:
     """A detached copy of the mount at a path."""
-    flags = 1 | os.O_CLOEXEC | (AT_RECURSIVE if recursive else 0)
+    flags = 1 | os.O_CLOEXEC
     return _call(OPEN_TREE, AT_FDCWD, _c(path), ctypes.c_uint(flags), what=f"open_tree {path}")
 
 
