@@ -27,15 +27,18 @@ class Body:
 
     box: int
     pid: int
-    """Of the first process, as the host counts."""
+    """Of the first process, as the spawner counts: as the host does, where the spawner runs as root."""
     control: socket.socket
+    """Tells when the shell is limited and when it ends; closing it ends the sandbox."""
     fds: list[int]
     script: int
     """A file in memory that the shell reads before its first command."""
+    limited: bool
+    """Whether control groups hold for the shell already; until then it must not be told anything."""
 
     @classmethod
     def start(cls, spawner: Spawner, chain: list[str], world: list[str] | None = None) -> Body:
-        """Ask the spawner for it; it still sets itself up when this returns.
+        """Ask the spawner for it; the shell still starts when this returns.
 
         Raises:
             SandboxError: the spawner refused.
@@ -54,21 +57,17 @@ class Body:
             box_end.close()
             for fd in theirs:
                 os.close(fd)
-        return cls(made["box"], made["pid"], control, ours, script)
+        return cls(made["box"], made["pid"], control, ours, script, not spawner.limited)
 
     def wait_ready(self) -> None:
-        """Wait until it is set up and its shell reads: before that, its root may not be exchanged.
+        """Wait until its shell reads: before that, its root may not be exchanged.
 
         Raises:
-            SandboxError: it could not be set up.
+            SandboxError: it did not start.
         """
-        try:
-            wire.send(self.control, {"do": "ready"})
-            answer, _ = wire.receive(self.control)
-        except (OSError, EOFError) as error:
-            raise SandboxError("a sandbox ended while it was set up") from error
-        if "error" in answer:
-            raise SandboxError(f"a sandbox cannot be set up: {answer['error']}")
+        if not self.limited:
+            wait_limited(self.control)
+            self.limited = True
         poller = select.poll()
         poller.register(self.fds[3], select.POLLIN)
         poller.register(self.control, select.POLLIN)
@@ -83,6 +82,22 @@ class Body:
         if spawner is not None:
             with contextlib.suppress(SandboxError):
                 spawner.ask("close", box=self.box)
+
+
+def wait_limited(control: socket.socket) -> None:
+    """Wait until control groups hold for a shell that was just started.
+
+    Raises:
+        SandboxError: they cannot, or the sandbox ended.
+    """
+    try:
+        event, _ = wire.receive(control)
+    except (OSError, EOFError) as error:
+        raise SandboxError("a sandbox ended while it was set up") from error
+    if event["event"] != "limited":
+        raise SandboxError("a sandbox's shell ended while it was set up")
+    if "error" in event:
+        raise SandboxError(f"a sandbox cannot be limited: {event['error']}")
 
 
 class Owner(Protocol):

@@ -1,8 +1,8 @@
-"""The first process of a sandbox: builds its root, starts its shell, then answers the library; stdlib only.
+"""One sandbox as the spawner makes and keeps it: namespaces, root, first process, programs; standard library only.
 
-Owns everything that must happen inside the sandbox's namespaces: mounting, rotating the root, listing and
-killing tasks, opening files. It runs with full capabilities and is out of the agent's reach: the shell and
-all below it have theirs cut, and a PID namespace protects its first process from signals.
+Owns everything that must happen inside a sandbox: mounting, exchanging the root, starting programs, listing and
+stopping tasks. All of it is done from outside, by the spawner stepping in, so that nothing inside has more rights than
+the agent, but for a first process that only waits.
 """
 
 from __future__ import annotations
@@ -12,264 +12,299 @@ import errno
 import fcntl
 import os
 import resource
-import select
 import signal
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from agentgym.sandboxes import hostfiles, overlay, seccomp, wire
+from agentgym.sandboxes import inside, overlay
 from agentgym.sandboxes import syscalls as sc
+from agentgym.sandboxes.first import MARK
 
 COMMAND_FD, STATUS_FD, SCRIPT_FD = 30, 31, 32
 _PLACES = (COMMAND_FD, 1, 2, STATUS_FD, SCRIPT_FD, 0)
+"""Of (commands, output, errors, status, script, null) in a shell."""
 _SAVED = 10
 """From here up bash keeps copies of descriptors that a running command has redirected."""
-_PARKED = 600
-"""Descriptors wait from here up while everything below is closed."""
-# chown, dac_override, fowner, fsetid, kill, setgid, setuid, net_bind_service, sys_chroot
-_KEPT_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 10, 18})
+_PARKED = 64
+"""Above every place: a descriptor to place must not stand where another belongs."""
 _PROC_READ_ONLY = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi")
 _PROC_HIDDEN = ("kcore", "keys", "key-users", "timer_list", "sched_debug", "kmsg", "kallsyms", "kpagecount")
-
-
-class Box:
-    """State of the first process."""
-
-    def __init__(
-        self, control: socket.socket, mounts: list[str], environment: dict[str, str], doors: list[tuple[int, int]]
-    ) -> None:
-        self.control = control
-        self.mounts = mounts
-        """Mount points under the root that move along when the root is rotated."""
-        self.environment = environment
-        """Of the shell: nothing but what it needs to start."""
-        self.doors = doors
-        """Descriptors of the control groups' doors, in and out."""
-        self.shell = 0
-
-    def serve(self) -> None:
-        """Answer requests until the library goes away; then end, and the kernel ends the rest."""
-        woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-        poller = select.poll()
-        poller.register(self.control, select.POLLIN)
-        poller.register(woken, select.POLLIN)
-        while True:
-            for fd, _ in poller.poll():
-                if fd == woken:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(woken, 4096)
-                    self._reap()
-                else:
-                    self._answer()
-
-    def _answer(self) -> None:
-        request, fds = wire.receive(self.control)
-        try:
-            answer, given = getattr(self, "do_" + request.pop("do"))(fds, **request)
-        except OSError as error:
-            answer, given = {"errno": error.errno, "error": str(error)}, []
-        wire.send(self.control, answer, given)
-        for fd in (*fds, *given):
-            with contextlib.suppress(OSError):
-                os.close(fd)
-
-    def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            if pid == self.shell:
-                self.shell = 0
-                wire.send(self.control, {"event": "exit", "status": os.waitstatus_to_exitcode(status)})
-
-    # what the library asks for
-
-    def do_ready(self, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
-        """Say that the sandbox is set up."""
-        return {}, []
-
-    def do_shell(self, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
-        """Start a shell on (commands, output, errors, status, script)."""
-        self.start_shell(fds)
-        return {}, []
-
-    def do_kill(self, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
-        """End every process but this one, and say that none is left."""
-        self.shell = 0
-        for _ in range(1000):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)
-            try:
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-            except ChildProcessError:
-                if not self._others():
-                    return {"left": 0}, []
-            time.sleep(0.001)
-        return {"left": len(self._others())}, []
-
-    def do_tasks(self, fds: list[int], freeze: bool) -> tuple[dict[str, Any], list[int]]:
-        """Name what is alive or open beside the idle shell, and stop it if asked."""
-        others = self._others()
-        if others and freeze:
-            os.kill(-1, signal.SIGSTOP)
-            self._wait_stopped()
-            others = self._others()
-        tasks = [{"pid": pid, "name": _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()[:80]} for pid in others]
-        files = _open_files(self.shell) if self.shell else []
-        cwd = ""
-        if self.shell:
-            with contextlib.suppress(OSError):
-                cwd = os.readlink(f"/proc/{self.shell}/cwd")
-        return {"tasks": tasks, "files": files, "cwd": cwd}, []
-
-    def do_thaw(self, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
-        """Let stopped tasks go on."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGCONT)
-        return {}, []
-
-    def do_rotate(self, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
-        """Put a new root (and a new /usr, if given) under every process."""
-        root = fds[0]
-        sc.move_mount(root, "", sc.AT_FDCWD, "/")
-        for name in self.mounts:
-            if name == "usr" and len(fds) > 1:
-                sc.move_mount(fds[1], "", root, "usr")
-            else:
-                sc.move_mount(sc.AT_FDCWD, "/" + name, root, name)
-        _pivot(root)
-        return {}, []
-
-    def do_open(
-        self, fds: list[int], path: str, write: bool, mode: int, above: int
-    ) -> tuple[dict[str, Any], list[int]]:
-        """Open a regular file as the sandbox sees it; `above` is the mode of directories made for it."""
-        root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fd = hostfiles.open_regular(root, path, write=write, mode=mode, above=above)
-        finally:
-            os.close(root)
-        return {"size": os.fstat(fd).st_size}, [fd]
-
-    # inside
-
-    def start_shell(self, fds: list[int]) -> None:
-        """Start the shell; its descriptors stay open here, for the caller to close."""
-        # Python and the spawner ignore some signals, and bash keeps what it inherits
-        default = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
-        # parked: a descriptor to place must not stand where another belongs; all but those placed close on exec
-        parked = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _PARKED) for fd in (*fds, os.open("/dev/null", os.O_RDONLY))]
-        actions = [(os.POSIX_SPAWN_DUP2, fd, place) for fd, place in zip(parked, _PLACES, strict=True)]
-        # a script named "bash", so that messages begin as everybody knows them: "bash: line 1: ..."
-        os.chdir("/dev/shell")
-        for enter, _ in self.doors:
-            os.write(enter, b"0")
-        # unlike fork, this copies no page tables: 0.2 ms instead of 0.8
-        self.shell = os.posix_spawn(
-            "/bin/bash",
-            ["bash", "--norc", "--noprofile", "bash"],
-            self.environment,
-            file_actions=actions,
-            setsid=True,
-            setsigdef=default,
-        )
-        for _, leave in self.doors:
-            os.write(leave, b"0")
-        os.chdir("/")
-        for fd in parked:
-            os.close(fd)
-
-    def _others(self) -> list[int]:
-        return [int(n) for n in os.listdir("/proc") if n.isdigit() and int(n) not in (1, self.shell)]
-
-    def _wait_stopped(self) -> None:
-        deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline:
-            states = [_read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] for pid in self._others()]
-            if all(state in ([], ["T"], ["Z"], ["X"], ["t"]) for state in states):
-                return
-            time.sleep(0.0005)
-        os.kill(-1, signal.SIGCONT)
-        raise OSError(errno.EBUSY, "a process does not stop within 1 s")
-
 
 View = tuple[list[str], list[str]]
 """A chain of layers, and those of them that change /usr."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What a sandbox is to be."""
+class Kind:
+    """What all sandboxes of a spawner have in common."""
 
-    layers: str
-    """The folder of all layers."""
-    upper: str
-    """The layer to write to."""
-    views: list[View]
-    """Its own view, and optionally one to show read-only at /world."""
+    state: str
+    """The folder of the run; the layers lie in `layers` below it."""
     binds: list[str]
     """Host directories shown read-only at the top."""
     userxattr: bool
     """True in a user namespace."""
     environment: dict[str, str]
-    """Of the shell."""
-    doors: list[tuple[str, str]]
-    """Files through which a process joins the sandbox's control groups, and leaves them."""
+    """Of a shell: nothing but what it needs to start."""
+    first: str
+    """Path of what the first process executes; on the host, since it starts before the root changes."""
+    lifeline: int
+    """Its standard input: end of a pipe that only the spawner holds the other end of."""
     max_file_bytes: int
     """Of one file that a program writes; 0: no limit."""
+    max_files: int
+    """Descriptors that a program may have open, until it asks for more."""
+
+    @property
+    def layers(self) -> str:
+        """The folder of all layers."""
+        return os.path.join(self.state, "layers")
 
 
-def run(fds: list[int], plan: Plan) -> None:
-    """The whole life of the first process; fds are (control, commands, output, errors, status, script)."""
-    sc.die_with_parent()
-    signal.set_wakeup_fd(-1)  # the spawner's, closed below
-    parked = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _PARKED) for fd in fds]
-    sc.close_range(3, _PARKED - 1)
-    sc.close_range(max(parked) + 1)
-    control = socket.socket(fileno=parked[0])
-    try:
-        doors = [(os.open(enter, os.O_WRONLY), os.open(leave, os.O_WRONLY)) for enter, leave in plan.doors]
-        mounts = _build_root(plan)
-        sc.sethostname("sandbox")
-        _set_limits(plan)
-        box = Box(control, mounts, plan.environment, doors)
-        box.start_shell(parked[1:])
-        for fd in parked[1:]:
+@dataclass(slots=True)
+class Box:
+    """A sandbox that lives."""
+
+    number: int
+    control: socket.socket
+    """The spawner's end; only events go through it, and its other end closing ends the sandbox."""
+    kind: Kind
+    home: inside.Home
+    upper: str
+    """The layer it writes to."""
+    chain: list[str]
+    """All that lies below, and what is shown at /world."""
+    mounts: list[str] = field(default_factory=list)
+    """Mount points under the root that move along when the root is exchanged."""
+    first: int = 0
+    """Host's number of its first process."""
+    pidfd: int = -1
+    shell: int = 0
+    """Host's number of its shell; 0: there is none."""
+    programs: set[int] = field(default_factory=set)
+    """Host's numbers of what was started in it and not waited for yet, the shell included."""
+    fresh: list[int] = field(default_factory=list)
+    """Mounts for the root exchange that comes next."""
+    _shell_inside: int = 0
+
+    def build(self, views: Sequence[View], fds: list[int]) -> None:
+        """Make namespaces, root and first process, and start a shell on (commands, output, errors, status, script)."""
+        with self.home.away(None):
+            self._start_first()
+            self.mounts = _build_root(self.kind, self.upper, views, self.first)
+            sc.sethostname("sandbox")
+            self._start_shell_here(fds)
+
+    def start_shell(self, fds: list[int]) -> None:
+        """Start another shell, where the one before has ended."""
+        with self.home.away(self.pidfd):
+            self._start_shell_here(fds)
+
+    def start(self, argv: list[str], environment: dict[str, str], fds: list[int]) -> int:
+        """Start a program with descriptors from 0 up; give the host's number of its process."""
+        with self.home.away(self.pidfd):
+            os.chdir("/")
+            return self._spawn(argv[0], argv, environment, dict(enumerate(fds)))
+
+    def exchange_root(self, mounts: list[int]) -> None:
+        """Put a new root (and a new /usr, if given) under every process."""
+        root = mounts[0]
+        with self.home.away(self.pidfd, inside.FILES):
+            sc.move_mount(root, "", sc.AT_FDCWD, "/")
+            for name in self.mounts:
+                if name == "usr" and len(mounts) > 1:
+                    sc.move_mount(mounts[1], "", root, "usr")
+                else:
+                    sc.move_mount(sc.AT_FDCWD, "/" + name, root, name)
+            _pivot(root)
+
+    def root(self) -> int:
+        """A descriptor of the directory that the sandbox sees as /."""
+        return os.open(f"/proc/{self.first}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def alive(self) -> dict[str, Any]:
+        """What is alive or open beside the idle shell, and where the shell is."""
+        found = []
+        for pid in self._others():
+            name = _read(f"/proc/{self.first}/root/proc/{pid}/cmdline")
+            found.append({"pid": pid, "name": name.replace("\0", " ").strip()[:80]})
+        cwd = ""
+        if self.shell:
+            with contextlib.suppress(OSError):
+                cwd = os.readlink(f"/proc/{self.shell}/cwd")
+        return {"tasks": found, "files": _open_files(self.shell) if self.shell else [], "cwd": cwd}
+
+    def freeze(self) -> None:
+        """Stop everything.
+
+        Raises:
+            OSError: something does not stop within a second; all goes on.
+        """
+        if self.home.fork_inside(self.pidfd, _stop_all)["running"]:
+            self.thaw()
+            raise OSError(errno.EBUSY, "a process does not stop within 1 s")
+
+    def thaw(self) -> None:
+        """Let stopped tasks go on."""
+        self.home.fork_inside(self.pidfd, _continue_all)
+
+    def kill_all(self) -> int:
+        """End every process but the first; give how many are left."""
+        left: int = self.home.fork_inside(self.pidfd, _kill_all)["left"]
+        for pid in list(self.programs):
+            if not left:
+                os.waitpid(pid, 0)
+                self.programs.discard(pid)
+        self.shell = self._shell_inside = 0
+        return left
+
+    def condemn(self) -> None:
+        """Begin the end: the kernel ends everything inside."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def bury(self) -> None:
+        """Wait until everything has ended, and close what was open."""
+        # the first process ends last, and not before those that only we can wait for
+        for pid in (*self.programs, self.first):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        self.control.close()
+        for fd in (self.pidfd, *self.fresh):
             os.close(fd)
-    except OSError as error:
-        wire.send(control, {"event": "broken", "error": str(error)})
-        raise
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        box.serve()
+
+    # inside
+
+    def _start_first(self) -> None:
+        # it has a capability that nothing else inside has, so that nothing else may look into it
+        sc.pass_on(sc.CAP_SYS_ADMIN, True)
+        try:
+            self.first = os.posix_spawn(
+                self.kind.first,
+                ["init"],
+                {MARK: self.kind.state},
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, self.kind.lifeline, 0),
+                    (os.POSIX_SPAWN_OPEN, 1, "/dev/null", os.O_WRONLY, 0),
+                    (os.POSIX_SPAWN_DUP2, 1, 2),
+                ],
+                setsid=True,
+                setsigdef=_default_signals(),
+            )
+        finally:
+            sc.pass_on(sc.CAP_SYS_ADMIN, False)
+        self.pidfd = os.pidfd_open(self.first)
+
+    def _start_shell_here(self, fds: list[int]) -> None:
+        # a script named "bash", so that messages begin as everybody knows them: "bash: line 1: ..."
+        os.chdir("/dev/shell")
+        null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            places = dict(zip(_PLACES, (*fds, null), strict=True))
+            argv = ["bash", "--norc", "--noprofile", "bash"]
+            self.shell = self._spawn("/bin/bash", argv, self.kind.environment, places)
+            self._shell_inside = 0
+        finally:
+            os.close(null)
+
+    def _spawn(self, path: str, argv: list[str], environment: dict[str, str], places: dict[int, int]) -> int:
+        parked = {place: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _PARKED) for place, fd in places.items()}
+        try:
+            # unlike fork, this copies no page tables
+            pid = os.posix_spawn(
+                path,
+                argv,
+                environment,
+                file_actions=[(os.POSIX_SPAWN_DUP2, fd, place) for place, fd in parked.items()],
+                setsid=True,
+                setsigdef=_default_signals(),
+            )
+        finally:
+            for fd in parked.values():
+                os.close(fd)
+        self.programs.add(pid)
+        # from outside, and before it was told anything: this process itself has other limits
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (self.kind.max_files, hard))
+        resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
+        if self.kind.max_file_bytes:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (self.kind.max_file_bytes,) * 2)
+        return pid
+
+    def _others(self) -> list[int]:
+        """The sandbox's own numbers of its processes, without the first and the shell."""
+        if self.shell and not self._shell_inside:
+            for line in _read(f"/proc/{self.shell}/status").splitlines():
+                if line.startswith("NSpid:"):
+                    self._shell_inside = int(line.split()[-1])
+        names = os.listdir(f"/proc/{self.first}/root/proc")
+        return [int(n) for n in names if n.isdigit() and int(n) not in (1, self._shell_inside)]
 
 
-def _build_root(plan: Plan) -> list[str]:
-    layers, upper, userxattr = plan.layers, plan.upper, plan.userxattr
-    state = os.path.dirname(layers)
-    chain, in_usr = plan.views[0]
+def _default_signals() -> set[signal.Signals]:
+    # Python and the spawner ignore some, and programs keep what they inherit
+    return signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+
+
+def _build_root(kind: Kind, upper: str, views: Sequence[View], first: int) -> list[str]:
+    layers, userxattr = kind.layers, kind.userxattr
+    chain, in_usr = views[0]
     root = overlay.mount_root(layers, upper, chain, userxattr)
-    sc.move_mount(root, "", sc.AT_FDCWD, os.path.join(state, "mnt"))
-    sc.move_mount(overlay.mount_usr(layers, upper, in_usr, userxattr), "", root, "usr")
-    sc.move_mount(sc.AT_FDCWD, os.path.join(state, "dev"), root, "dev")
-    for name in plan.binds:
-        sc.move_mount(sc.AT_FDCWD, os.path.join(state, "binds", name), root, name)
-    for world, world_usr in plan.views[1:]:
-        sc.move_mount(overlay.mount_root(layers, None, world, userxattr), "", root, "world")
-        sc.move_mount(overlay.mount_usr(layers, None, world_usr, userxattr), "", root, "world/usr")
-    proc = sc.new_mount("proc", [], sc.ATTR_NOSUID | sc.ATTR_NODEV | sc.ATTR_NOEXEC)
-    sc.move_mount(proc, "", root, "proc")
-    _pivot(root)
-    os.chdir("/")
+    try:
+        sc.move_mount(root, "", sc.AT_FDCWD, os.path.join(kind.state, "mnt"))
+        _attach(overlay.mount_usr(layers, upper, in_usr, userxattr), root, "usr")
+        sc.move_mount(sc.AT_FDCWD, os.path.join(kind.state, "dev"), root, "dev")
+        for name in kind.binds:
+            sc.move_mount(sc.AT_FDCWD, os.path.join(kind.state, "binds", name), root, name)
+        for world, world_usr in views[1:]:
+            _attach(overlay.mount_root(layers, None, world, userxattr), root, "world")
+            _attach(overlay.mount_usr(layers, None, world_usr, userxattr), root, "world/usr")
+        _attach_proc(first, root)
+        _pivot(root)
+    finally:
+        os.close(root)
     _mask_proc()
-    return ["usr", "dev", "proc", *plan.binds, *(["world"] if len(plan.views) > 1 else [])]
+    return ["usr", "dev", "proc", *kind.binds, *(["world"] if len(views) > 1 else [])]
+
+
+def _attach(mount: int, root: int, place: str) -> None:
+    try:
+        sc.move_mount(mount, "", root, place)
+    finally:
+        os.close(mount)
+
+
+_numbers_by_option = True
+
+
+def use_old_proc() -> None:
+    """For kernels before 6.17, where /proc shows the numbers of whoever mounts it."""
+    global _numbers_by_option
+    _numbers_by_option = False
+
+
+def _attach_proc(first: int, root: int) -> None:
+    attributes = sc.ATTR_NOSUID | sc.ATTR_NODEV | sc.ATTR_NOEXEC
+    if _numbers_by_option:
+        try:
+            _attach(sc.new_mount("proc", [("pidns", f"/proc/{first}/ns/pid")], attributes), root, "proc")
+            return
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            use_old_proc()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _attach(sc.new_mount("proc", [], attributes), root, "proc")
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if os.waitpid(pid, 0)[1]:
+        raise OSError(errno.EPERM, "mounting proc in a sandbox: refused")
 
 
 def _pivot(root: int) -> None:
@@ -285,33 +320,15 @@ def _mask_proc() -> None:
         if os.path.exists(path):
             fd = sc.open_tree(path)
             sc.set_mount_attributes(fd, sc.ATTR_RDONLY | sc.ATTR_NOSUID | sc.ATTR_NODEV | sc.ATTR_NOEXEC)
-            sc.move_mount(fd, "", sc.AT_FDCWD, path)
-            os.close(fd)
+            _attach(fd, sc.AT_FDCWD, path)
     for name in _PROC_HIDDEN:
         path = "/proc/" + name
         if os.path.exists(path):
-            fd = sc.open_tree("/dev/null")
-            sc.move_mount(fd, "", sc.AT_FDCWD, path)
-            os.close(fd)
-
-
-def _set_limits(plan: Plan) -> None:
-    """What everything below this process gets: the shell is started with these and cannot lift them.
-
-    This process itself keeps its capabilities, since it never executes anything.
-    """
-    os.umask(0o022)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if plan.max_file_bytes:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (plan.max_file_bytes, plan.max_file_bytes))
-    sc.bound_capabilities(_KEPT_CAPABILITIES)
-    secret = int.from_bytes(os.urandom(8), "big") | 1
-    sc.set_filter(seccomp.program(secret))
-    sc.use_secret(secret)
+            _attach(sc.open_tree("/dev/null"), sc.AT_FDCWD, path)
 
 
 def _open_files(pid: int) -> list[dict[str, Any]]:
-    """Open files of a shell that a rotated root would leave in the sealed layer, and that no fork gets back."""
+    """Open files of a shell that an exchanged root would leave in the sealed layer, and that no fork gets back."""
     found = []
     for name in os.listdir(f"/proc/{pid}/fd"):
         try:
@@ -324,6 +341,47 @@ def _open_files(pid: int) -> list[dict[str, Any]]:
             continue
         found.append({"fd": number, "path": target[:200]})
     return found
+
+
+# what a fork of the spawner does among the processes of a sandbox; /proc is theirs
+
+
+def _kill_all() -> dict[str, Any]:
+    for _ in range(1000):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        # the dead that the spawner has started wait for it
+        left = [pid for pid in _beside_us() if _task_state(pid) not in "ZX"]
+        if not left:
+            return {"left": 0}
+        time.sleep(0.001)
+    return {"left": len(left)}
+
+
+def _stop_all() -> dict[str, Any]:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGSTOP)
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        if all(_task_state(pid) in "TtZX" for pid in _beside_us()):
+            return {"running": False}
+        time.sleep(0.0005)
+    return {"running": True}
+
+
+def _continue_all() -> dict[str, Any]:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGCONT)
+    return {}
+
+
+def _beside_us() -> list[int]:
+    return [int(n) for n in os.listdir("/proc") if n.isdigit() and int(n) not in (1, os.getpid())]
+
+
+def _task_state(pid: int) -> str:
+    """One letter; X for what is gone."""
+    return (_read(f"/proc/{pid}/stat").rpartition(")")[2].split() or ["X"])[0]
 
 
 def _read(path: str) -> str:

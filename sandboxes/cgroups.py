@@ -1,8 +1,8 @@
 """Memory and process limits by control groups, on v1, v2 and hosts that have both; standard library only.
 
 Owns finding the controllers, one group for a run and one below it for each sandbox, and clearing up. A sandbox's
-first process joins the group for the moment in which it starts a shell, so that everything below is counted and
-limited, and it itself is not. Without the right to make groups there are no such limits, and the backend says so.
+shell joins before its first command, so that everything below is counted and limited; the first process, which only
+waits, stays outside. Without the right to make groups there are no such limits, and the backend says so.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 
 PREFIX = "agentgym-"
 CONTROLLERS = ("memory", "pids")
-FIRST = "first"
-"""Group of the first processes of all sandboxes, which are not limited: they answer when everything else is gone."""
 _V1_FILES = {"memory": "memory.limit_in_bytes", "pids": "pids.max"}
 _V2_FILES = {"memory": "memory.max", "pids": "pids.max"}
 
@@ -42,16 +40,19 @@ class Cgroups:
                 if unified:
                     groups.unified |= {controller}
                     _write(os.path.join(home, "cgroup.subtree_control"), f"+{controller}")
-                os.makedirs(os.path.join(home, FIRST), exist_ok=True)
                 groups.homes[controller] = home
             except OSError:
                 groups.unified -= {controller}
         return groups
 
-    def make(self, box: int, memory_bytes: int, max_pids: int) -> list[tuple[str, str]]:
-        """Make a sandbox's groups; give for each the file through which a process joins it, and one to leave it."""
-        doors = []
+    def join(self, box: int, process: int, memory_bytes: int, max_pids: int) -> None:
+        """Put a process into its sandbox's groups, which are made where they are missing.
+
+        Raises:
+            OSError: a group cannot be made or joined.
+        """
         values = {"memory": memory_bytes, "pids": max_pids}
+        joined = set()
         for controller, home in self.homes.items():
             path = os.path.join(home, str(box))
             with contextlib.suppress(FileExistsError):
@@ -61,10 +62,11 @@ class Cgroups:
             if controller == "memory" and controller in self.unified:
                 with contextlib.suppress(OSError):
                     _write(os.path.join(path, "memory.swap.max"), "0")
-            door = (os.path.join(path, "cgroup.procs"), os.path.join(home, FIRST, "cgroup.procs"))
-            if door not in doors:
-                doors.append(door)
-        return doors
+            joined.add(path)
+        for path in joined:
+            # gone already: it ended by itself, and whoever waits for it is told
+            with contextlib.suppress(ProcessLookupError):
+                _write(os.path.join(path, "cgroup.procs"), str(process))
 
     def oom_kills(self, box: int) -> int:
         """How many processes of a sandbox the kernel ended for want of memory."""

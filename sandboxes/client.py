@@ -6,6 +6,7 @@ the check that failed.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,15 +16,25 @@ from typing import Any
 from agentgym.errors import BackendUnavailable, SandboxError
 from agentgym.sandbox import BoxLimits
 from agentgym.sandboxes import state, wire
+from agentgym.sandboxes.first import MARK
 from agentgym.sandboxes.shell import LOOP_ENV
-from agentgym.sandboxes.spawner import remove_tree
+from agentgym.sandboxes.trash import remove_tree
 
 # a bare package object stands in for agentgym, whose own start would import far more than a fork should copy
 _BOOT = (
     "import os,sys,types;p=types.ModuleType('agentgym');p.__path__=[os.environ.pop('AGENTGYM_CODE')];"
     "sys.modules['agentgym']=p;from agentgym.sandboxes.spawner import main;"
-    "main(os.environ['AGENTGYM_STATE_FOLDER'],*map(int,os.environ.pop('AGENTGYM_START').split()))"
+    "main()"
 )
+
+
+class Refused(SandboxError):
+    """The spawner cannot do what it was asked for."""
+
+    def __init__(self, what: str, reason: str, code: int) -> None:
+        super().__init__(f"{what}: {reason}")
+        self.errno = code
+        """Of the system call that failed; 0: none did."""
 
 
 class Spawner:
@@ -57,13 +68,16 @@ class Spawner:
         ours, theirs = wire.pair()
         import agentgym
 
+        order = {"socket": theirs.fileno(), "in_memory": in_memory, "environment": LOOP_ENV}
+        if self.limits is not None:
+            order |= {"memory_bytes": self.limits.memory_bytes, "max_pids": self.limits.max_pids}
         env = {
             "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
             "LC_ALL": "C.UTF-8",
             "PYTHONHOME": f"{sys.base_prefix}:{sys.base_exec_prefix}",
-            state.MARK: folder,
+            MARK: folder,
             "AGENTGYM_CODE": next(iter(agentgym.__path__)),
-            "AGENTGYM_START": f"{theirs.fileno()} {int(in_memory)}",
+            "AGENTGYM_START": json.dumps(order),
         }
         with theirs:
             # the name in the process list is all that an agent can read of it
@@ -87,11 +101,9 @@ class Spawner:
             self.process.wait()
             remove_tree(folder)
             raise BackendUnavailable(hello["error"])
-        # its mounts are its own: the way to its files leads through its process
-        memory_bytes, max_pids = (self.limits.memory_bytes, self.limits.max_pids) if self.limits else (None, None)
-        answer, _ = self.ask("hello", environment=LOOP_ENV, memory_bytes=memory_bytes, max_pids=max_pids)
-        self.layers = f"/proc/{self.process.pid}/root" + answer["layers"]
-        self.limited: frozenset[str] = frozenset(answer["limited"])
+        # its mounts are its own: the way to its files leads through a process that has them
+        self.layers = f"/proc/{hello['keeper'] or self.process.pid}/root" + hello["layers"]
+        self.limited: frozenset[str] = frozenset(hello["limited"])
         """Of memory and pids, what is limited for each sandbox."""
         self.in_memory = in_memory
 
@@ -99,7 +111,8 @@ class Spawner:
         """Send one request and wait for its answer.
 
         Raises:
-            SandboxError: refused, or the spawner is gone.
+            Refused: it cannot be done.
+            SandboxError: the spawner is gone.
         """
         with self._lock:
             try:
@@ -108,7 +121,7 @@ class Spawner:
             except (OSError, EOFError) as error:
                 raise SandboxError(f"the spawner is gone ({error}); all its sandboxes ended, start again") from error
         if "error" in answer:
-            raise SandboxError(f"{what}: {answer['error']}")
+            raise Refused(what, answer["error"], answer["errno"] or 0)
         return answer, given
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ from agentgym.sandboxes.docker_image import host_image
 from agentgym.sandboxes.docker_owner import collect_garbage
 from agentgym.sandboxes.pool import ENV
 from agentgym.sandboxes.seeds import hash_seed
-from agentgym.sandboxes.spawner import remove_tree
+from agentgym.sandboxes.trash import remove_tree
 from agentgym.types import Level
 
 _MAX_TEMPLATES = 32

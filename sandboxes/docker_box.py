@@ -19,7 +19,7 @@ from agentgym.sandboxes.docker_daemon import PLACE, Daemon
 from agentgym.sandboxes.docker_shell import Lines
 from agentgym.sandboxes.pool import ENV
 from agentgym.sandboxes.seeds import command_seed
-from agentgym.sandboxes.spawner import remove_tree
+from agentgym.sandboxes.trash import remove_tree
 from agentgym.types import Level
 
 if TYPE_CHECKING:

@@ -30,8 +30,9 @@ from agentgym.errors import BackendUnavailable, PathRefused, SandboxError, Snaps
 from agentgym.sandbox import DEFAULT_OUTPUT_BYTES, Capabilities, Change, ExecResult, FileSpec, SandboxSpec
 from agentgym.sandboxes import hostfiles, layers, shell, state
 from agentgym.sandboxes.confine import Rules, find_rules
+from agentgym.sandboxes.first import MARK
 from agentgym.sandboxes.seeds import command_seed, hash_seed
-from agentgym.sandboxes.spawner import remove_tree
+from agentgym.sandboxes.trash import remove_tree
 from agentgym.types import Level
 
 _MISSING = {
@@ -270,7 +271,7 @@ class LocalSandbox:
             stdout=output,
             stderr=errors,
             pass_fds=[commands, status, source],
-            env={state.MARK: self.folder, **shell.LOOP_ENV},
+            env={MARK: self.folder, **shell.LOOP_ENV},
             cwd=self._owner.shell_folder,
             start_new_session=True,
         )

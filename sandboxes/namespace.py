@@ -1,7 +1,6 @@
 """Backend `namespace`: overlay layers and Linux namespaces, driven by direct system calls.
 
-Owns what a sandbox and a snapshot of it are; `spawner.py` makes them, `box.py` lives in them, `shell.py`
-speaks to their shell. A snapshot seals the upper layer and puts a fresh one under the living processes
+Owns what a sandbox and a snapshot of it are; `spawner.py` makes and keeps them, `shell.py` speaks to their shell. A snapshot seals the upper layer and puts a fresh one under the living processes
 (rotate), or copies it where other processes are alive; a fork stacks a new upper on the sealed layers and
 replays the shell's state.
 
@@ -17,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 import weakref
@@ -34,8 +34,8 @@ from agentgym.errors import (
 )
 from agentgym.sandbox import DEFAULT_OUTPUT_BYTES, BoxLimits, Capabilities, Change, ExecResult, FileSpec, SandboxSpec
 from agentgym.sandboxes import layers, shell, wire
-from agentgym.sandboxes.body import Body, Frozen, Start, pristine
-from agentgym.sandboxes.client import Spawner
+from agentgym.sandboxes.body import Body, Frozen, Start, pristine, wait_limited
+from agentgym.sandboxes.client import Refused, Spawner
 from agentgym.sandboxes.flattener import Flattener
 from agentgym.sandboxes.overlay import MAX_DEPTH
 from agentgym.sandboxes.pool import ENV, Blanks, Templates
@@ -161,14 +161,14 @@ class NamespaceSandbox:
         self.capabilities = _capabilities(spawner.limited)
         self._oom_kills = 0
         self._closed = False
-        self._exits: list[int] = []
         body = (owner.body(spawner, chain) if world is None else None) or Body.start(spawner, chain, world)
         os.write(body.script, script)
         os.close(body.script)
         self._control = body.control
         self._box = body.box
+        self._limited = body.limited
         self.pid = body.pid
-        """Of the first process, as the host counts."""
+        """Of the first process, as the spawner counts."""
         self.id = f"box-{spawner.pid}-{self._box}"
         self._shell = shell.Shell(body.fds, self._control.fileno())
         owner.live.add(self)
@@ -179,6 +179,7 @@ class NamespaceSandbox:
             return ExecResult(1, "", "a command cannot contain a NUL byte")
         with self._lock:
             self._check()
+            self._wait_limited()
             self.commands_run += 1
             started = time.perf_counter()
             outcome = self._shell.run(
@@ -224,34 +225,17 @@ class NamespaceSandbox:
             raise SnapshotUnsupported(f"backend 'namespace' keeps level shell; level {require} was required")
         with self._lock:
             self._check()
-            alive: dict[str, Any] = {}
-            sealed: list[tuple[dict[str, Any], list[int]]] = []
-
-            def meanwhile() -> None:
-                alive.update(self._ask("tasks", freeze=False))
-                if not alive["tasks"] and not alive["files"]:
-                    sealed.append(self._seal(copy=False))
-
+            self._wait_limited()
+            first: dict[str, Any] = {}
             # all at once: the shell writes its state down while its files are sealed; it writes no file then
-            state, named = self._capture(meanwhile)
-            if sealed:
-                others, files, (answer, mounts) = [], [], sealed[0]
-                if mounts:
-                    self._rotate(mounts, None if named else alive["cwd"])
-            else:
-                # looked at again: the shell itself may have had something open a moment ago
-                alive = self._ask("tasks", freeze=True)
-                others, files = alive["tasks"], alive["files"]
-                try:
-                    answer, mounts = self._seal(copy=bool(others or files))
-                    if mounts:
-                        self._rotate(mounts, None if named else alive["cwd"])
-                finally:
-                    if others:
-                        self._ask("thaw")
+            state, named = self._capture(lambda: first.update(self._seal(settle=False)))
+            # looked at again: the shell itself may have had something open a moment ago
+            alive = first if "handle" in first else self._seal(settle=True)
+            if "exchange" in alive:
+                self._exchange_root(None if named else alive["cwd"])
             cwd = alive["cwd"]
-            losses = [f"process {task['pid']} ({task['name']})" for task in others]
-            losses += [f"open file {file['fd']} ({file['path']})" for file in files]
+            losses = [f"process {task['pid']} ({task['name']})" for task in alive["tasks"]]
+            losses += [f"open file {file['fd']} ({file['path']})" for file in alive["files"]]
             if state is None:
                 losses.append(shell.HIDDEN_STATE)
                 state, named = shell.ShellState(self._start.script), True
@@ -260,8 +244,8 @@ class NamespaceSandbox:
                 if cwd.endswith(" (deleted)"):
                     losses.append(f"working directory {cwd}")
             if self._start.owner.flattener is not None:
-                self._start.owner.flattener.offer(answer["chain"], len(self._start.chain))
-            frozen = Frozen(answer["handle"], answer["chain"], state, self.seed, self.commands_run)
+                self._start.owner.flattener.offer(alive["chain"], len(self._start.chain))
+            frozen = Frozen(alive["handle"], alive["chain"], state, self.seed, self.commands_run)
             return NamespaceSnapshot(self._spawner, self._start, frozen, tuple(losses))
 
     def _capture(self, meanwhile: Callable[[], None]) -> tuple[shell.ShellState | None, bool]:
@@ -270,6 +254,7 @@ class NamespaceSandbox:
             return self._shell.capture(self._start.owner.defaults, meanwhile=meanwhile)
         except shell.NoState:
             self._restart_shell()
+            self._wait_limited()
             # an answer shows that the new shell has started: its root must not be exchanged before
             self._shell.change_root(None)
             return None, True
@@ -291,23 +276,20 @@ class NamespaceSandbox:
             self._control.close()
             return True
 
-    def _seal(self, copy: bool) -> tuple[dict[str, Any], list[int]]:
+    def _seal(self, settle: bool) -> dict[str, Any]:
         try:
-            return self._spawner.ask("seal", box=self._box, copy=copy)
-        except SandboxError as error:
+            return self._ask("seal", settle=settle)[0]
+        except Refused as error:
             if "to copy" in str(error):
                 raise SnapshotBusy(f"{error}; end the background processes, or snapshot later") from error
             raise SnapshotError(str(error)) from error
 
-    def _rotate(self, mounts: list[int], cwd: str | None) -> None:
+    def _exchange_root(self, cwd: str | None) -> None:
         try:
-            self._ask("rotate", mounts)
+            self._ask("exchange")
         except SandboxError:
             self.close()
             raise
-        finally:
-            for fd in mounts:
-                os.close(fd)
         if not self._shell.change_root(cwd) and cwd is None:
             self.close()
             raise SandboxError("the shell did not follow its root into the fresh layer; the sandbox is closed")
@@ -318,19 +300,21 @@ class NamespaceSandbox:
             raise PathRefused(f"path {path!r} has a NUL byte")
         whole = path if path.startswith("/") else f"{self._start.spec.workdir}/{path}"
         try:
-            _, fds = self._request("open", [], path=whole, write=write, mode=mode, above=0o755)
-        except OSError as error:
+            _, fds = self._ask("open", path=whole, write=write, mode=mode, above=0o755)
+        except Refused as error:
+            if not error.errno:
+                raise
             verb = "written" if write else "read"
-            raise PathRefused(f"{path!r} cannot be {verb}: {os.strerror(error.errno or 0)}") from error
+            raise PathRefused(f"{path!r} cannot be {verb}: {os.strerror(error.errno)}") from error
         return fds[0]
 
     def _restart_shell(self) -> None:
         """End everything that lives in the sandbox and start a shell in which nothing was typed yet."""
-        left = self._ask("kill")["left"]
+        left = self._ask("kill")[0]["left"]
         if left:
             self.close()
             raise SandboxError(f"{left} processes survived being killed; the sandbox is closed")
-        self._exits.clear()
+        self._drop_events()
         ours, theirs = shell.make_pipes()
         source = shell.script_file(self._start.script)
         try:
@@ -338,46 +322,42 @@ class NamespaceSandbox:
         finally:
             for fd in (*theirs, source):
                 os.close(fd)
+        self._limited = not self._spawner.limited
         self._shell.close()
         self._shell = shell.Shell(ours, self._control.fileno())
 
+    def _wait_limited(self) -> None:
+        if not self._limited:
+            try:
+                wait_limited(self._control)
+            except SandboxError:
+                self.close()
+                raise
+            self._limited = True
+
     def _exit_status(self) -> int:
-        while not self._exits:
-            self._take()
-        return self._exits.pop()
-
-    def _ask(self, what: str, fds: list[int] | None = None, **arguments: Any) -> dict[str, Any]:
+        """How the shell ended; the spawner tells."""
         try:
-            return self._request(what, fds or [], **arguments)[0]
-        except OSError as error:
-            raise SandboxError(f"sandbox {self.id}, {what}: {error}") from error
-
-    def _request(self, what: str, fds: list[int], **arguments: Any) -> tuple[dict[str, Any], list[int]]:
-        try:
-            wire.send(self._control, {"do": what, **arguments}, fds)
-            while (answer := self._take()) is None:
-                pass
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise SandboxError(f"sandbox {self.id} is gone: its first process was killed") from error
-        message, given = answer
-        if "error" in message:
-            raise OSError(message["errno"], message["error"])
-        return message, given
-
-    def _take(self) -> tuple[dict[str, Any], list[int]] | None:
-        """One message of the first process; None for an event, which is noted."""
-        try:
-            message, fds = wire.receive(self._control)
+            event, _ = wire.receive(self._control)
         except EOFError as error:
             self.close()
             raise SandboxError(f"sandbox {self.id} is gone: its first process ended") from error
-        if message.get("event") == "exit":
-            self._exits.append(message["status"])
-            return None
-        if message.get("event") == "broken":
-            self.close()
-            raise SandboxError(f"sandbox {self.id} could not be set up: {message['error']}")
-        return message, fds
+        return int(event["status"])
+
+    def _drop_events(self) -> None:
+        """Forget what was told of a shell that is gone."""
+        with contextlib.suppress(BlockingIOError, EOFError):
+            while True:
+                self._control.recv(wire.MAX_MESSAGE, socket.MSG_DONTWAIT)
+
+    def _ask(self, what: str, fds: list[int] | None = None, **arguments: Any) -> tuple[dict[str, Any], list[int]]:
+        try:
+            return self._spawner.ask(what, fds, box=self._box, **arguments)
+        except Refused as error:
+            if "first process ended" in str(error):
+                self.close()
+                raise SandboxError(f"sandbox {self.id} is gone: its first process ended") from error
+            raise
 
     def _check(self) -> None:
         if self._closed:

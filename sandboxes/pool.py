@@ -13,7 +13,7 @@ from collections import OrderedDict
 
 from agentgym.errors import SandboxError
 from agentgym.sandbox import FileSpec, SandboxSpec
-from agentgym.sandboxes import layers, wire
+from agentgym.sandboxes import layers
 from agentgym.sandboxes.body import Body
 from agentgym.sandboxes.client import Spawner
 
@@ -55,20 +55,13 @@ class Blanks:
             blank = self._ready.pop() if self._ready else None
         if blank is None:
             return None
-        mounts: list[int] = []
         try:
-            mounts = self.spawner.ask("assign", box=blank.box, chain=chain)[1]
-            wire.send(blank.control, {"do": "rotate"}, mounts)
-            answer, _ = wire.receive(blank.control)
-        except (OSError, EOFError) as error:
-            answer = {"error": str(error) or "its first process ended"}
-        finally:
-            for fd in mounts:
-                os.close(fd)
-        self._wanted.release()
-        if "error" in answer:
+            self.spawner.ask("assign", box=blank.box, chain=chain)
+        except SandboxError as error:
             blank.discard(self.spawner)
-            raise SandboxError(f"a ready sandbox could not take its layers: {answer['error']}")
+            raise SandboxError(f"a ready sandbox could not take its layers: {error}") from error
+        finally:
+            self._wanted.release()
         return blank
 
     def stop(self) -> None:

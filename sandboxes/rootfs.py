@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from typing import IO
 
 from agentgym.errors import SandboxError
-from agentgym.sandboxes.spawner import remove_tree
+from agentgym.sandboxes.trash import remove_tree
 from agentgym.sandboxes.untar import CHUNK, Meter, Root, unpacked
 
 _MAX_OUTER_MEMBERS = 100_000

@@ -1,8 +1,8 @@
 """The system calls that a sandbox refuses, as a filter in the kernel's own byte code; standard library only.
 
-Owns the list and its assembly. The first process of a sandbox sets the filter on itself, so that everything below
-has it, and yet must mount and pivot later: its own calls carry a secret in the sixth argument, which the kernel
-ignores and the filter knows. Nobody below can read it: that takes ptrace or its memory, and both are refused.
+Owns the list and its assembly. The spawner sets the filter on itself, so that every sandbox has it, and yet must
+mount and change namespaces: its own calls carry a secret in the sixth argument, which the kernel ignores and the filter
+knows. Nobody below can read it: the spawner is out of sight, and ptrace is refused.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _X86_ONLY = {
 }
 # open_tree to fspick, io_uring, mount_setattr, quotactl_fd, memfd_secret, open_tree_attr
 _NEW = (428, 429, 430, 431, 432, 433, 425, 426, 427, 442, 443, 447, 467)
-_MOUNTING = ("mount", "umount2", "pivot_root")
-_MOUNTING_NEW = (428, 429, 430, 431, 432, 442)
+_GUARDED = ("mount", "umount2", "pivot_root", "unshare", "setns", "sethostname")
+_GUARDED_NEW = (428, 429, 430, 431, 432, 442)
 """Refused below, allowed with the secret."""
 _SOCKET = (41, 198)
 _FAMILIES = (1, 2, 10, 16)
@@ -82,7 +82,7 @@ def program(secret: int) -> bytes:
     """The filter, as an array of kernel instructions.
 
     Args:
-        secret: 64 bits; with it in the sixth argument, mounting is allowed.
+        secret: 64 bits; with it in the sixth argument, mounting and changing namespaces are allowed.
 
     Raises:
         OSError: the architecture is not tabled.
@@ -91,8 +91,8 @@ def program(secret: int) -> bytes:
     if machine not in _ARCH:
         raise OSError(errno.ENOSYS, f"no system call numbers for {machine}; known: {', '.join(_ARCH)}")
     column = 0 if machine == "x86_64" else 1
-    mounting = {_OLD[name][column] for name in _MOUNTING} | set(_MOUNTING_NEW)
-    refused = {numbers[column] for numbers in _OLD.values()} | set(_NEW) - mounting
+    guarded = {_OLD[name][column] for name in _GUARDED} | set(_GUARDED_NEW)
+    refused = {numbers[column] for numbers in _OLD.values()} | set(_NEW) - guarded
     refused |= set(_X86_ONLY.values()) if machine == "x86_64" else set()
     code: list[tuple[int, int, int, int]] = [
         (_LOAD, 0, 0, _ARCH_AT),
@@ -102,9 +102,9 @@ def program(secret: int) -> bytes:
         (_AT_LEAST, 0, 1, 0x40000000),  # x32
         (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
     ]
-    for number in sorted(mounting):
+    for number in sorted(guarded):
         code += [(_EQUAL, 0, 6, number), *_with_secret(secret)]
-    for number in sorted(refused - mounting):
+    for number in sorted(refused - guarded):
         code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
     # what is asked for with clone3 lies in memory, where a filter cannot look: libraries fall back to clone
     code += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]

@@ -1,13 +1,16 @@
 """The process that makes every sandbox: started before anything heavy is imported; standard library only.
 
-Owns the state folder of one run, its layers and their reference counts, and every fork and mount. The library
-speaks to it over one socket. When that socket closes, for whatever reason, it ends all sandboxes, removes
+Owns the state folder of one run, its layers and their reference counts, and every sandbox; `box` makes and keeps each.
+The library speaks to it over one socket. When that socket closes, for whatever reason, it ends all sandboxes, removes
 the folder and exits; each sandbox in turn dies with it.
 
-    <state>/<pid>-<random>/  lock  layers/<id>/{r,w,u,x}  layers/base/r  dev/  binds/  mnt/  old/  trash/
+    <state>/<pid>-<random>/  lock  layers/<id>/{r,w,u,x}  layers/base/r  dev/  binds/  mnt/  old/  trash/  init
 
 The folder lies in memory, on a tmpfs that only the spawner and its sandboxes see: an overlay mount takes
 0.06 ms there and 4 ms on a journalling disk, and when the last process dies the kernel frees everything.
+
+What it starts has no rights beyond a short list, since it has given them up for all that it executes and set a filter
+on itself; it executes nothing but the first process and the programs of sandboxes.
 """
 
 from __future__ import annotations
@@ -15,66 +18,72 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import json
 import os
+import resource
 import select
-import shutil
 import signal
 import socket
 import stat
-import subprocess
-import sys
+from dataclasses import dataclass
 from typing import Any
 
-from agentgym.sandboxes import base, box, cgroups, overlay, wire
+from agentgym.sandboxes import base, cgroups, first, hostfiles, inside, overlay, seccomp, shelf, trash, wire
 from agentgym.sandboxes import syscalls as sc
+from agentgym.sandboxes.box import COMMAND_FD, Box, Kind
+from agentgym.sandboxes.limiter import Limiter
 
-_NAMESPACES = sc.CLONE_NEWNS | sc.CLONE_NEWPID | sc.CLONE_NEWUTS | sc.CLONE_NEWIPC | sc.CLONE_NEWNET
-COPY_LIMIT_BYTES = 256 << 20
+# chown, dac_override, fowner, fsetid, kill, setgid, setuid, net_bind_service, sys_chroot
+_KEPT_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 10, 18})
+
+Answer = tuple[dict[str, Any], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the library says at the start."""
+
+    socket: int
+    """Inherited descriptor through which the library speaks."""
+    in_memory: bool
+    environment: dict[str, str]
+    """Of every shell."""
+    memory_bytes: int = 0
+    """Of each sandbox, where it has control groups; 0: no limits."""
+    max_pids: int = 0
 
 
 class Spawner:
-    """Answers requests one at a time; a request that forks returns while the child still sets itself up."""
+    """Answers requests one at a time."""
 
-    def __init__(self, state: str, library: socket.socket) -> None:
+    def __init__(self, state: str, library: socket.socket, order: Order, rootless: bool) -> None:
         self.state = state
         self.layers = os.path.join(state, "layers")
         self.caller = library
-        self.userxattr = False
-        self.binds: list[str] = []
-        self.boxes: dict[int, tuple[int, str, list[str]]] = {}
-        """Box id to (pid, upper layer, chain)."""
-        self.holds: dict[int, list[str]] = {}
-        """Snapshot handle to chain."""
-        self.references: dict[str, int] = {}
-        self.environment: dict[str, str] = {}
-        self.cgroups = cgroups.Cgroups(os.path.basename(state))
-        self.memory_bytes = self.max_pids = 0
-        """Of each sandbox, where it has control groups."""
-        self.usr_layers: set[str] = set()
-        """Sealed layers that change /usr; the others need not be looked at there."""
-        self.short: dict[str, tuple[int, str, int]] = {}
-        """Top layer of a long chain to (how many layers, the one that stands for them, its handle)."""
+        self.order = order
+        self.userxattr = rootless
+        self.boxes: dict[int, Box] = {}
+        self.owners: dict[int, Box] = {}
+        """Number of a process that we started to its sandbox."""
+        self.controls: dict[int, Box] = {}
+        """Descriptor of a sandbox's control socket to it."""
         self.next_id = 0
-        self.trash_pipe = -1
-        self.reaper = 0
 
-    def open(self, in_memory: bool) -> None:
-        """Enter private namespaces, make the folder, lay out base and devices."""
-        user, group = os.getuid(), os.getgid()
-        self.userxattr = user != 0
-        sc.unshare(sc.CLONE_NEWNS | (sc.CLONE_NEWUSER if self.userxattr else 0))
-        if self.userxattr:
-            _write("/proc/self/setgroups", "deny")
-            _write("/proc/self/uid_map", f"0 {user} 1")
-            _write("/proc/self/gid_map", f"0 {group} 1")
+    def open(self) -> None:
+        """Enter private namespaces, make the folder, lay out base and devices, give up rights."""
+        if not self.userxattr:
+            sc.unshare(sc.CLONE_NEWNS)
         sc.mount(None, "/", None, sc.MS_REC | sc.MS_PRIVATE)
-        if in_memory:
+        if self.userxattr:
+            # the numbers of our own namespace, which is not the host's
+            sc.mount("proc", "/proc", "proc", sc.MS_NOSUID | sc.MS_NODEV | sc.MS_NOEXEC)
+        if self.order.in_memory:
             sc.move_mount(sc.new_mount("tmpfs", [("mode", "700")]), "", sc.AT_FDCWD, self.state)
         for name in ("layers", "dev", "binds", "mnt", "old", "trash"):
             os.mkdir(os.path.join(self.state, name), 0o755)
         overlay.make_layer(self.layers, overlay.BASE)
-        self.binds = base.make_skeleton(os.path.join(self.layers, overlay.BASE, "r"))
-        for name in self.binds:
+        binds = base.make_skeleton(os.path.join(self.layers, overlay.BASE, "r"))
+        for name in binds:
             point = os.path.join(self.state, "binds", name)
             os.mkdir(point)
             fd = sc.open_tree("/" + name)
@@ -82,46 +91,67 @@ class Spawner:
             sc.move_mount(fd, "", sc.AT_FDCWD, point)
             os.close(fd)
         self._make_devices(os.path.join(self.state, "dev"))
-        self._start_reaper()
-        try:
-            probe = self._new_layer()
-            os.close(overlay.mount_root(self.layers, probe, [], self.userxattr))
-        except OSError as error:
-            if "lowerdir+" not in str(error):
-                raise
-            overlay.use_old_mount_call()
-            os.close(overlay.mount_root(self.layers, probe, [], self.userxattr))
-        self._discard(probe)
+        self.trash = trash.Trash(self.state)
+        self.shelf = shelf.Shelf(self.layers, self.trash)
+        self.home = inside.Home(self.trash.pid)
+        self.cgroups = cgroups.Cgroups(os.path.basename(self.state))
+        if self.order.memory_bytes:
+            self.cgroups = cgroups.Cgroups.open(os.path.basename(self.state))
+        self.limiter = None
+        if self.cgroups.homes:
+            self.limiter = Limiter(self.cgroups, self.order.memory_bytes, self.order.max_pids)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # two for each sandbox
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        lifeline, self.life = os.pipe2(os.O_CLOEXEC)
+        # files count as memory: one that fills it would leave no room to delete it
+        max_file_bytes = self.order.memory_bytes // 2
+        program = os.path.join(self.state, "init")
+        first.place(program)
+        self.kind = Kind(
+            self.state,
+            binds=binds,
+            userxattr=self.userxattr,
+            environment=self.order.environment,
+            first=program,
+            lifeline=lifeline,
+            max_file_bytes=max_file_bytes,
+            max_files=soft,
+        )
+        self._give_up_rights()
+        self._probe()
 
     def serve(self) -> None:
         """Answer until the library goes away, then clean up."""
         woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-        poller = select.poll()
-        poller.register(self.caller, select.POLLIN)
-        poller.register(woken, select.POLLIN)
+        self.poller = select.epoll()
+        self.poller.register(self.caller, select.EPOLLIN)
+        self.poller.register(woken, select.EPOLLIN)
         with contextlib.suppress(EOFError, BrokenPipeError):
             while True:
-                for fd, _ in poller.poll():
-                    if fd == woken:
+                for fd, _ in self.poller.poll():
+                    if fd == self.caller.fileno():
+                        self._answer()
+                    elif fd == woken:
                         with contextlib.suppress(BlockingIOError):
                             os.read(woken, 4096)
-                    else:
-                        self._answer()
+                        self._note_ends()
+                    elif fd in self.controls and _let_go(self.controls[fd].control):
+                        self._end(self.controls[fd])
         self.close()
 
     def close(self) -> None:
         """End every sandbox, remove everything."""
-        for pid, _, _ in self.boxes.values():
-            # all first, then each is waited for: the kernel takes a thousand down side by side
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for number in list(self.boxes):
-            self.do_close([], number)
-        self.cgroups.close()
-        os.close(self.trash_pipe)
-        os.waitpid(self.reaper, 0)
+        # all first, then each is waited for: the kernel takes a thousand down side by side
+        for box in self.boxes.values():
+            box.condemn()
+        for box in list(self.boxes.values()):
+            self._end(box)
+        if self.limiter is not None:
+            self.limiter.close()
+        self.trash.close()
 
     def _answer(self) -> None:
         request, fds = wire.receive(self.caller)
@@ -129,191 +159,219 @@ class Spawner:
         try:
             answer, given = getattr(self, "do_" + request.pop("do"))(fds, **request)
         except (OSError, ValueError) as error:
-            answer = {"error": str(error)}
+            answer = {"error": str(error), "errno": getattr(error, "errno", None)}
         wire.send(self.caller, answer, given)
         for fd in (*fds, *given):
             with contextlib.suppress(OSError):
                 os.close(fd)
 
-    # requests
+    # requests about layers
 
-    def do_hello(
-        self, fds: list[int], environment: dict[str, str], memory_bytes: int | None, max_pids: int | None
-    ) -> tuple[dict[str, Any], list[int]]:
-        """Take what holds for all sandboxes; say where the layers lie and which limits hold."""
-        self.environment = environment
-        if memory_bytes is not None and max_pids is not None:
-            self.memory_bytes, self.max_pids = memory_bytes, max_pids
-            self.cgroups = cgroups.Cgroups.open(os.path.basename(self.state))
-        return {"layers": self.layers, "userxattr": self.userxattr, "limited": sorted(self.cgroups.homes)}, []
-
-    def do_layer(self, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
+    def do_layer(self, fds: list[int]) -> Answer:
         """Give an empty layer for the library to fill (`r` and `u`), held under a new handle."""
-        name = self._new_layer()
-        self.usr_layers.add(name)
-        return {"layer": name, "handle": self._hold([name])}, []
+        name = self.shelf.new_layer()
+        self.shelf.usr_layers.add(name)
+        return {"layer": name, "handle": self.shelf.hold([name])}, []
 
-    def do_hold(self, fds: list[int], chain: list[str]) -> tuple[dict[str, Any], list[int]]:
+    def do_hold(self, fds: list[int], chain: list[str]) -> Answer:
         """Keep a chain under one handle more."""
-        return {"handle": self._hold(chain)}, []
+        return {"handle": self.shelf.hold(chain)}, []
 
-    def do_flattened(
-        self, fds: list[int], chain: list[str], layer: str, handle: int
-    ) -> tuple[dict[str, Any], list[int]]:
+    def do_flattened(self, fds: list[int], chain: list[str], layer: str, handle: int) -> Answer:
         """Let a layer stand for a chain from now on, as long as the chain's top is in use."""
-        if chain[0] in self.references and chain[0] not in self.short:
-            self.short[chain[0]] = (len(chain), layer, handle)
-        else:
-            self.do_release([], handle)
+        self.shelf.flattened(chain, layer, handle)
         return {}, []
 
-    def do_create(
-        self, fds: list[int], chain: list[str], world: list[str] | None = None
-    ) -> tuple[dict[str, Any], list[int]]:
-        """Start a sandbox over a chain; fds are those of `box.run`."""
-        chain = self._shortened(chain)
+    def do_release(self, fds: list[int], handle: int) -> Answer:
+        """Give a snapshot up; its layers go when nothing else stands on them."""
+        self.shelf.release(handle)
+        return {}, []
+
+    # requests about sandboxes
+
+    def do_create(self, fds: list[int], chain: list[str], world: list[str] | None = None) -> Answer:
+        """Make a sandbox over a chain; fds are its control socket, and those of `Box.build`."""
+        chain = self.shelf.shortened(chain)
         if len(chain) >= overlay.MAX_DEPTH:
             raise ValueError(f"a chain of {len(chain)} layers; at most {overlay.MAX_DEPTH} can be stacked")
-        upper = self._new_layer()
+        views = [(chain, self.shelf.in_usr(chain))] + ([(world, self.shelf.in_usr(world))] if world else [])
+        control = socket.socket(fileno=fds.pop(0))
+        control.setblocking(False)
         self.next_id += 1
-        number = self.next_id
-        views = [(chain, self._in_usr(chain))] + ([(world, self._in_usr(world))] if world else [])
-        doors = self.cgroups.make(number, self.memory_bytes, self.max_pids)
-        # files count as memory: one that fills it would leave no room to delete it
-        max_file = self.memory_bytes // 2
-        plan = box.Plan(self.layers, upper, views, self.binds, self.userxattr, self.environment, doors, max_file)
-        pid = sc.clone(_NAMESPACES)
-        if pid == 0:
-            code = 1
-            try:
-                box.run(fds, plan)
-                code = 0
-            except BaseException as error:
-                if not isinstance(error, OSError):
-                    sys.excepthook(type(error), error, error.__traceback__)
-            finally:
-                os._exit(code)
-        self._refer([upper, *chain, *(world or [])], 1)
-        self.boxes[number] = (pid, upper, [*chain, *(world or [])])
-        return {"box": number, "pid": pid}, []
+        box = Box(self.next_id, control, self.kind, self.home, self.shelf.new_layer(), [*chain, *(world or [])])
+        self.shelf.refer([box.upper, *box.chain], 1)
+        self.boxes[box.number] = self.controls[control.fileno()] = box
+        try:
+            box.build(views, fds)
+        except OSError:
+            self._end(box)
+            raise
+        self.owners[box.first] = box
+        self._started(box, box.shell)
+        self.poller.register(control, 0)  # only for its end
+        return {"box": box.number, "pid": box.first}, []
 
-    def do_oom(self, fds: list[int], box: int) -> tuple[dict[str, Any], list[int]]:
+    def do_assign(self, fds: list[int], box: int, chain: list[str]) -> Answer:
+        """Put a blank sandbox on a chain."""
+        chain = self.shelf.shortened(chain)
+        upper = self.shelf.new_layer()
+        self._exchange(self._box(box), upper, chain, self._mounts(upper, chain, with_usr=True))
+        return {}, []
+
+    def do_seal(self, fds: list[int], box: int, settle: bool) -> Answer:
+        """Freeze what a sandbox wrote, if nothing but its idle shell is alive; else tell what is.
+
+        Args:
+            fds: None.
+            box: Number of the sandbox.
+            settle: Stop its tasks and copy, where something is alive.
+
+        Returns:
+            "tasks", "files" and "cwd" of `Box.alive`; if it is frozen, "handle" and "chain" of the result, and
+            "exchange" where the sandbox must change its root before it goes on.
+        """
+        one = self._box(box)
+        alive = one.alive()
+        if (alive["tasks"] or alive["files"]) and not settle:
+            return alive, []
+        if alive["tasks"]:
+            one.freeze()
+            try:
+                alive = one.alive()
+                return {**alive, **self._seal(one, copy=bool(alive["tasks"] or alive["files"]))}, []
+            finally:
+                one.thaw()
+        return {**alive, **self._seal(one, copy=bool(alive["files"]))}, []
+
+    def do_exchange(self, fds: list[int], box: int) -> Answer:
+        """Go on over the layer that was sealed: after this the shell must enter its directory anew."""
+        one = self._box(box)
+        mounts, one.fresh = one.fresh, []
+        try:
+            one.exchange_root(mounts)
+        except OSError:
+            self._end(one)
+            raise
+        finally:
+            for fd in mounts:
+                os.close(fd)
+        return {}, []
+
+    def do_open(self, fds: list[int], box: int, path: str, write: bool, mode: int, above: int) -> Answer:
+        """Open a regular file as the sandbox sees it; `above` is the mode of directories made for it."""
+        root = self._box(box).root()
+        try:
+            fd = hostfiles.open_regular(root, path, write=write, mode=mode, above=above)
+        finally:
+            os.close(root)
+        return {}, [fd]
+
+    def do_kill(self, fds: list[int], box: int) -> Answer:
+        """End every process of a sandbox but its first, and say how many are left."""
+        one = self._box(box)
+        for pid in one.programs:
+            self.owners.pop(pid, None)
+        return {"left": one.kill_all()}, []
+
+    def do_shell(self, fds: list[int], box: int) -> Answer:
+        """Start a shell on (commands, output, errors, status, script)."""
+        one = self._box(box)
+        one.start_shell(fds)
+        self._started(one, one.shell)
+        return {}, []
+
+    def do_oom(self, fds: list[int], box: int) -> Answer:
         """How many processes of a sandbox ended for want of memory."""
         return {"kills": self.cgroups.oom_kills(box)}, []
 
-    def do_assign(self, fds: list[int], box: int, chain: list[str]) -> tuple[dict[str, Any], list[int]]:
-        """Hand out mounts that put a blank box on a chain."""
-        pid, blank, _ = self.boxes[box]
-        chain = self._shortened(chain)
-        fresh = self._new_layer()
-        given = [
-            overlay.mount_root(self.layers, fresh, chain, self.userxattr),
-            overlay.mount_usr(self.layers, fresh, self._in_usr(chain), self.userxattr),
-        ]
-        self._refer([fresh, *chain], 1)
-        self.boxes[box] = (pid, fresh, chain)
-        self._refer([blank], -1)
-        return {}, given
-
-    def do_seal(self, fds: list[int], box: int, copy: bool) -> tuple[dict[str, Any], list[int]]:
-        """Freeze what a box wrote: hand out the mounts for a rotation, or copy while its tasks are stopped."""
-        pid, upper, chain = self.boxes[box]
-        root_changed = overlay.changed(self.layers, upper, "r")
-        usr_changed = overlay.changed(self.layers, upper, "u")
-        if not root_changed and not usr_changed:
-            return {"handle": self._hold(chain), "chain": chain}, []
-        if len(chain) + 1 >= overlay.MAX_DEPTH:
-            raise ValueError(f"a chain of {len(chain) + 1} layers; at most {overlay.MAX_DEPTH} can be stacked")
-        if copy:
-            sealed = [self._copy(upper), *chain]
-            self.usr_layers |= {sealed[0]} if usr_changed else set()
-            return {"handle": self._hold(sealed), "chain": sealed}, []
-        sealed = [upper, *self._shortened(chain)]
-        self.usr_layers |= {upper} if usr_changed else set()
-        fresh = self._new_layer()
-        given = [overlay.mount_root(self.layers, fresh, sealed, self.userxattr)]
-        if usr_changed or len(sealed) <= len(chain):
-            given.append(overlay.mount_usr(self.layers, fresh, self._in_usr(sealed), self.userxattr))
-        handle = self._hold(sealed)
-        self._refer([fresh, *sealed], 1)
-        self.boxes[box] = (pid, fresh, sealed)
-        self._refer([upper, *chain], -1)
-        return {"handle": handle, "chain": sealed}, given
-
-    def do_release(self, fds: list[int], handle: int) -> tuple[dict[str, Any], list[int]]:
-        """Give a snapshot up; its layers go when nothing else stands on them."""
-        self._refer(self.holds.pop(handle), -1)
-        return {}, []
-
-    def do_close(self, fds: list[int], box: int) -> tuple[dict[str, Any], list[int]]:
+    def do_close(self, fds: list[int], box: int) -> Answer:
         """End a sandbox; its files go in the background."""
         if box in self.boxes:
-            pid, upper, chain = self.boxes.pop(box)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-            self.cgroups.remove(box)
-            self._refer([upper, *chain], -1)
+            self._end(self.boxes[box])
         return {}, []
 
     # inside
 
-    def _shortened(self, chain: list[str]) -> list[str]:
-        if chain and chain[0] in self.short:
-            num, layer, _ = self.short[chain[0]]
-            return [layer, *chain[num:]]
-        for depth, name in enumerate(chain):
-            if name in self.short:
-                num, layer, _ = self.short[name]
-                return [*chain[:depth], layer, *chain[depth + num :]]
-        return chain
+    def _box(self, number: int) -> Box:
+        if number not in self.boxes:
+            raise ValueError("its first process ended")
+        return self.boxes[number]
 
-    def _in_usr(self, chain: list[str]) -> list[str]:
-        return [name for name in chain if name in self.usr_layers]
+    def _started(self, box: Box, pid: int) -> None:
+        self.owners[pid] = box
+        if self.limiter is not None:
+            self.limiter.join(box.number, pid, box.control)
 
-    def _new_layer(self) -> str:
-        self.next_id += 1
-        name = f"{self.next_id:x}"
-        overlay.make_layer(self.layers, name)
-        return name
+    def _note_ends(self) -> None:
+        """Wait for what has ended: a shell is told of, a first process takes its sandbox with it."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            box = self.owners.pop(pid, None)
+            if box is None:
+                continue
+            box.programs.discard(pid)
+            if pid == box.first:
+                self._end(box)
+            elif pid == box.shell:
+                box.shell = 0
+                with contextlib.suppress(OSError):
+                    wire.send(box.control, {"event": "exit", "status": os.waitstatus_to_exitcode(status)})
 
-    def _hold(self, chain: list[str]) -> int:
-        self.next_id += 1
-        self.holds[self.next_id] = chain
-        self._refer(chain, 1)
-        return self.next_id
+    def _end(self, box: Box) -> None:
+        del self.boxes[box.number], self.controls[box.control.fileno()]
+        for pid in (box.first, *box.programs):
+            self.owners.pop(pid, None)
+        with contextlib.suppress(OSError, ValueError):
+            self.poller.unregister(box.control)
+        if box.first:
+            box.condemn()
+            box.bury()
+        else:
+            box.control.close()
+        if self.limiter is not None:
+            self.limiter.leave(box.number)
+        self.shelf.refer([box.upper, *box.chain], -1)
 
-    def _refer(self, names: list[str], change: int) -> None:
-        for name in names:
-            count = self.references.get(name, 0) + change
-            self.references[name] = count
-            if count == 0:
-                del self.references[name]
-                self.usr_layers.discard(name)
-                if name in self.short:
-                    self.do_release([], self.short.pop(name)[2])
-                self._discard(name)
+    def _seal(self, box: Box, copy: bool) -> dict[str, Any]:
+        root_changed = overlay.changed(self.layers, box.upper, "r")
+        usr_changed = overlay.changed(self.layers, box.upper, "u")
+        if not root_changed and not usr_changed:
+            return {"handle": self.shelf.hold(box.chain), "chain": box.chain}
+        if len(box.chain) + 1 >= overlay.MAX_DEPTH:
+            raise ValueError(f"a chain of {len(box.chain) + 1} layers; at most {overlay.MAX_DEPTH} can be stacked")
+        if copy:
+            sealed = [self.shelf.copy(box.upper), *box.chain]
+            self.shelf.usr_layers |= {sealed[0]} if usr_changed else set()
+            return {"handle": self.shelf.hold(sealed), "chain": sealed}
+        sealed = [box.upper, *self.shelf.shortened(box.chain)]
+        self.shelf.usr_layers |= {box.upper} if usr_changed else set()
+        upper = self.shelf.new_layer()
+        box.fresh = self._mounts(upper, sealed, with_usr=usr_changed or len(sealed) <= len(box.chain))
+        handle = self.shelf.hold(sealed)
+        self._move(box, upper, sealed)
+        return {"handle": handle, "chain": sealed, "exchange": True}
 
-    def _discard(self, name: str) -> None:
-        os.rename(os.path.join(self.layers, name), os.path.join(self.state, "trash", name))
-        os.write(self.trash_pipe, name.encode() + b"\n")
+    def _mounts(self, upper: str, chain: list[str], with_usr: bool) -> list[int]:
+        made = [overlay.mount_root(self.layers, upper, chain, self.userxattr)]
+        if with_usr:
+            made.append(overlay.mount_usr(self.layers, upper, self.shelf.in_usr(chain), self.userxattr))
+        return made
 
-    def _copy(self, upper: str) -> str:
-        source = os.path.join(self.layers, upper)
-        size = tree_size(os.path.join(source, "r")) + tree_size(os.path.join(source, "u"))
-        if size > COPY_LIMIT_BYTES:
-            raise ValueError(f"{size} bytes to copy while processes are alive; at most {COPY_LIMIT_BYTES}")
-        name = self._new_layer()
-        target = os.path.join(self.layers, name)
-        for part in ("r", "u"):
-            subprocess.run(
-                ["cp", "-a", "--reflink=auto", f"{source}/{part}/.", f"{target}/{part}/"],
-                check=True,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-        return name
+    def _exchange(self, box: Box, upper: str, chain: list[str], mounts: list[int]) -> None:
+        self._move(box, upper, chain)
+        box.fresh = mounts
+        self.do_exchange([], box.number)
+
+    def _move(self, box: Box, upper: str, chain: list[str]) -> None:
+        before = [box.upper, *box.chain]
+        box.upper, box.chain = upper, chain
+        self.shelf.refer([upper, *chain], 1)
+        self.shelf.refer(before, -1)
 
     def _make_devices(self, point: str) -> None:
         sc.move_mount(sc.new_mount("tmpfs", [("size", "64k"), ("mode", "755")]), "", sc.AT_FDCWD, point)
@@ -325,81 +383,81 @@ class Spawner:
         for name, target in base.DEVICE_LINKS.items():
             os.symlink(target, os.path.join(point, name))
         os.mkdir(os.path.join(point, "shell"))
-        os.symlink(f"/proc/self/fd/{box.COMMAND_FD}", os.path.join(point, "shell", "bash"))
+        os.symlink(f"/proc/self/fd/{COMMAND_FD}", os.path.join(point, "shell", "bash"))
         sc.mount(None, point, None, sc.MS_REMOUNT | sc.MS_BIND | sc.MS_RDONLY | sc.MS_NOSUID | sc.MS_NOEXEC)
 
-    def _start_reaper(self) -> None:
-        read, write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.close(write)
-                os.setsid()
-                _reap(read, self.state)
-            finally:
-                os._exit(0)
-        os.close(read)
-        os.set_inheritable(write, False)
-        self.trash_pipe, self.reaper = write, pid
+    def _give_up_rights(self) -> None:
+        os.umask(0o022)
+        sc.limit_programs(_KEPT_CAPABILITIES)
+        secret = int.from_bytes(os.urandom(8), "big") | 1
+        sc.set_filter(seccomp.program(secret))
+        sc.use_secret(secret)
+
+    def _probe(self) -> None:
+        """Mount once, to learn how this kernel takes it."""
+        probe = self.shelf.new_layer()
+        try:
+            os.close(overlay.mount_root(self.layers, probe, [], self.userxattr))
+        except OSError as error:
+            if "lowerdir+" not in str(error):
+                raise
+            overlay.use_old_mount_call()
+            os.close(overlay.mount_root(self.layers, probe, [], self.userxattr))
+        self.shelf.discard(probe)
 
 
-def _reap(pipe: int, state: str) -> None:
-    """Delete what is put into the trash; when the pipe closes, delete the whole folder."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sc.close_range(pipe + 1)
-    with open(pipe, encoding="ascii") as names:
-        for name in names:
-            remove_tree(os.path.join(state, "trash", name.strip()))
-    for name in ("dev", *(f"binds/{bind}" for bind in os.listdir(os.path.join(state, "binds")))):
-        with contextlib.suppress(OSError):
-            sc.umount(os.path.join(state, name))
-    with contextlib.suppress(OSError):
-        sc.umount(state)
-    remove_tree(state)
+def _let_go(control: socket.socket) -> bool:
+    """Whether the other end was closed."""
+    try:
+        return not control.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
-def remove_tree(path: str) -> None:
-    """Delete a folder of layers: links are not followed, and work folders of mode 000 are opened first."""
-    # a work folder that cannot be listed is the only thing that a plain removal stumbles over
-    for folder, names, _, fd in os.fwalk(path, onerror=None, follow_symlinks=False):
-        for name in names:
-            with contextlib.suppress(OSError):
-                if os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode & 0o700 != 0o700:
-                    os.chmod(os.path.join(folder, name), 0o700)
-    shutil.rmtree(path, ignore_errors=True)
+def _enter_user_namespace() -> None:
+    """Become root of a user namespace, and enter others that belong to it, since only those can be come back to.
+
+    The process that the library started waits for the one that goes on.
+    """
+    user, group = os.getuid(), os.getgid()
+    sc.unshare(sc.CLONE_NEWUSER | inside.ALL)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+            file.write(text)
+    pid = os.fork()
+    if pid:
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os._exit(status if status >= 0 else 128 - status)
+    sc.die_with_parent()
 
 
-def tree_size(path: str) -> int:
-    """Bytes of all files below a folder."""
-    total = 0
-    for _, _, files, fd in os.fwalk(path, follow_symlinks=False):
-        total += sum(os.stat(name, dir_fd=fd, follow_symlinks=False).st_size for name in files)
-    return total
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="ascii") as file:
-        file.write(text)
-
-
-def main(state: str, socket_fd: int, in_memory: bool) -> None:
-    """Run over an inherited socket; the first message is {} or {"error": why}."""
+def main() -> None:
+    """Run over an inherited socket; the first message says where the layers lie, or {"error": why}."""
     for number in (signal.SIGINT, signal.SIGTERM):
         # a Ctrl-C reaches the whole process group; the library decides, by closing the socket
         signal.signal(number, signal.SIG_IGN)
-    library = socket.socket(fileno=socket_fd)
+    state = os.environ[first.MARK]
+    order = Order(**json.loads(os.environ.pop("AGENTGYM_START")))
+    library = socket.socket(fileno=order.socket)
     library.set_inheritable(False)
     lock = os.open(os.path.join(state, "lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    spawner = Spawner(state, library)
     try:
-        spawner.open(in_memory)
+        rootless = os.getuid() != 0
+        if rootless:
+            _enter_user_namespace()
+        spawner = Spawner(state, library, order, rootless)
+        spawner.open()
     except OSError as error:
         wire.send(library, {"error": str(error)})
         return
     gc.collect()
     gc.freeze()
     gc.disable()
-    wire.send(library, {})
+    # where the layers can be seen: this process itself steps into other views
+    keeper = 0 if rootless else spawner.trash.pid
+    limited = sorted(spawner.cgroups.homes)
+    wire.send(library, {"layers": spawner.layers, "keeper": keeper, "limited": limited})
     spawner.serve()

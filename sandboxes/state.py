@@ -15,10 +15,8 @@ import stat
 
 from agentgym.errors import BackendUnavailable
 from agentgym.sandboxes import cgroups
-from agentgym.sandboxes.spawner import remove_tree
-
-MARK = "AGENTGYM_STATE_FOLDER"
-"""In the environment of every process of a run, so that strays can be told from strangers."""
+from agentgym.sandboxes.first import MARK
+from agentgym.sandboxes.trash import remove_tree
 
 
 def state_roots() -> list[str]:
