@@ -93,7 +93,7 @@ class Box:
     def build(self, views: Sequence[View], fds: list[int]) -> None:
         """Make namespaces, root and first process, and start a shell on (commands, output, errors, status, script)."""
         with self.home.away(None):
-            self._start_first()
+            self.first, self.pidfd = start_first(self.kind)
             self.mounts = _build_root(self.kind, self.upper, views, self.first)
             sc.sethostname("sandbox")
             self._start_shell_here(fds)
@@ -102,12 +102,6 @@ class Box:
         """Start another shell, where the one before has ended."""
         with self.home.away(self.pidfd):
             self._start_shell_here(fds)
-
-    def start(self, argv: list[str], environment: dict[str, str], fds: list[int]) -> int:
-        """Start a program with descriptors from 0 up; give the host's number of its process."""
-        with self.home.away(self.pidfd):
-            os.chdir("/")
-            return self._spawn(argv[0], argv, environment, dict(enumerate(fds)))
 
     def exchange_root(self, mounts: list[int]) -> None:
         """Put a new root (and a new /usr, if given) under every process."""
@@ -178,26 +172,6 @@ class Box:
 
     # inside
 
-    def _start_first(self) -> None:
-        # it has a capability that nothing else inside has, so that nothing else may look into it
-        sc.pass_on(sc.CAP_SYS_ADMIN, True)
-        try:
-            self.first = os.posix_spawn(
-                self.kind.first,
-                ["init"],
-                {MARK: self.kind.state},
-                file_actions=[
-                    (os.POSIX_SPAWN_DUP2, self.kind.lifeline, 0),
-                    (os.POSIX_SPAWN_OPEN, 1, "/dev/null", os.O_WRONLY, 0),
-                    (os.POSIX_SPAWN_DUP2, 1, 2),
-                ],
-                setsid=True,
-                setsigdef=_default_signals(),
-            )
-        finally:
-            sc.pass_on(sc.CAP_SYS_ADMIN, False)
-        self.pidfd = os.pidfd_open(self.first)
-
     def _start_shell_here(self, fds: list[int]) -> None:
         # a script named "bash", so that messages begin as everybody knows them: "bash: line 1: ..."
         os.chdir("/dev/shell")
@@ -205,34 +179,11 @@ class Box:
         try:
             places = dict(zip(_PLACES, (*fds, null), strict=True))
             argv = ["bash", "--norc", "--noprofile", "bash"]
-            self.shell = self._spawn("/bin/bash", argv, self.kind.environment, places)
+            self.shell = spawn(self.kind, "/bin/bash", argv, self.kind.environment, places)
+            self.programs.add(self.shell)
             self._shell_inside = 0
         finally:
             os.close(null)
-
-    def _spawn(self, path: str, argv: list[str], environment: dict[str, str], places: dict[int, int]) -> int:
-        parked = {place: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _PARKED) for place, fd in places.items()}
-        try:
-            # unlike fork, this copies no page tables
-            pid = os.posix_spawn(
-                path,
-                argv,
-                environment,
-                file_actions=[(os.POSIX_SPAWN_DUP2, fd, place) for place, fd in parked.items()],
-                setsid=True,
-                setsigdef=_default_signals(),
-            )
-        finally:
-            for fd in parked.values():
-                os.close(fd)
-        self.programs.add(pid)
-        # from outside, and before it was told anything: this process itself has other limits
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (self.kind.max_files, hard))
-        resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
-        if self.kind.max_file_bytes:
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (self.kind.max_file_bytes,) * 2)
-        return pid
 
     def _others(self) -> list[int]:
         """The sandbox's own numbers of its processes, without the first and the shell."""
@@ -242,6 +193,53 @@ class Box:
                     self._shell_inside = int(line.split()[-1])
         names = os.listdir(f"/proc/{self.first}/root/proc")
         return [int(n) for n in names if n.isdigit() and int(n) not in (1, self._shell_inside)]
+
+
+def start_first(kind: Kind) -> tuple[int, int]:
+    """Start what every PID namespace begins with; give its number and a descriptor of it."""
+    # it has a capability that nothing else inside has, so that nothing else may look into it
+    sc.pass_on(sc.CAP_SYS_ADMIN, True)
+    try:
+        pid = os.posix_spawn(
+            kind.first,
+            ["init"],
+            {MARK: kind.state},
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, kind.lifeline, 0),
+                (os.POSIX_SPAWN_OPEN, 1, "/dev/null", os.O_WRONLY, 0),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ],
+            setsid=True,
+            setsigdef=_default_signals(),
+        )
+    finally:
+        sc.pass_on(sc.CAP_SYS_ADMIN, False)
+    return pid, os.pidfd_open(pid)
+
+
+def spawn(kind: Kind, path: str, argv: list[str], environment: dict[str, str], places: dict[int, int]) -> int:
+    """Start a program in the namespaces where we stand, with descriptors at their places; give its number."""
+    parked = {place: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _PARKED) for place, fd in places.items()}
+    try:
+        # unlike fork, this copies no page tables
+        pid = os.posix_spawn(
+            path,
+            argv,
+            environment,
+            file_actions=[(os.POSIX_SPAWN_DUP2, fd, place) for place, fd in parked.items()],
+            setsid=True,
+            setsigdef=_default_signals(),
+        )
+    finally:
+        for fd in parked.values():
+            os.close(fd)
+    # from outside, and before it was told anything: this process itself has other limits
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (kind.max_files, hard))
+    resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
+    if kind.max_file_bytes:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (kind.max_file_bytes,) * 2)
+    return pid
 
 
 def _default_signals() -> set[signal.Signals]:

@@ -37,9 +37,9 @@ class Limiter:
                 os._exit(0)
         theirs.close()
 
-    def join(self, box: int, process: int, control: socket.socket) -> None:
+    def join(self, box: int, process: int, control: socket.socket | None = None) -> None:
         """Limit a process and what it starts; {"event": "limited"} on the socket tells when that is done."""
-        wire.send(self._socket, {"box": box, "process": process}, [control.fileno()])
+        wire.send(self._socket, {"box": box, "process": process}, [] if control is None else [control.fileno()])
 
     def leave(self, box: int) -> None:
         """Remove a sandbox's groups; its processes are gone."""
@@ -63,6 +63,7 @@ def _serve(spawner: socket.socket, groups: cgroups.Cgroups, memory_bytes: int, m
                 groups.join(request["box"], request["process"], memory_bytes, max_pids)
             except OSError as error:
                 event["error"] = str(error)
-            with socket.socket(fileno=fds[0]) as control, contextlib.suppress(OSError):
-                wire.send(control, event)
+            for fd in fds:
+                with socket.socket(fileno=fd) as control, contextlib.suppress(OSError):
+                    wire.send(control, event)
     groups.close()

@@ -32,6 +32,7 @@ from agentgym.sandboxes import base, cgroups, first, hostfiles, inside, overlay,
 from agentgym.sandboxes import syscalls as sc
 from agentgym.sandboxes.box import COMMAND_FD, Box, Kind
 from agentgym.sandboxes.limiter import Limiter
+from agentgym.sandboxes.pen import Pen
 
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid, net_bind_service, sys_chroot
 _KEPT_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 10, 18})
@@ -67,6 +68,8 @@ class Spawner:
         """Number of a process that we started to its sandbox."""
         self.controls: dict[int, Box] = {}
         """Descriptor of a sandbox's control socket to it."""
+        self.pens: dict[int, Pen] = {}
+        """Number of a program that outlives its sandbox to where it lives."""
         self.next_id = 0
 
     def open(self) -> None:
@@ -149,6 +152,8 @@ class Spawner:
             box.condemn()
         for box in list(self.boxes.values()):
             self._end(box)
+        for pen in list(self.pens.values()):
+            self._end_pen(pen)
         if self.limiter is not None:
             self.limiter.close()
         self.trash.close()
@@ -280,6 +285,25 @@ class Spawner:
         self._started(one, one.shell)
         return {}, []
 
+    def do_start(self, fds: list[int], box: int, argv: list[str], environment: dict[str, str]) -> Answer:
+        """Start a program that sees a sandbox's files and may outlive it, on descriptors from 0 up."""
+        self.next_id += 1
+        pen = Pen.start(self.next_id, self._box(box), argv, environment, fds)
+        self.pens[pen.program] = pen
+        if self.limiter is not None:
+            self.limiter.join(pen.number, pen.program)
+        return {}, []
+
+    def do_root(self, fds: list[int], box: int) -> Answer:
+        """Give a descriptor of what a sandbox sees as /."""
+        return {}, [self._box(box).root()]
+
+    def do_limit(self, fds: list[int], box: int, process: int) -> Answer:
+        """Count a process outside of a sandbox among those of it."""
+        if self.limiter is not None:
+            self.limiter.join(self._box(box).number, process)
+        return {}, []
+
     def do_oom(self, fds: list[int], box: int) -> Answer:
         """How many processes of a sandbox ended for want of memory."""
         return {"kills": self.cgroups.oom_kills(box)}, []
@@ -311,6 +335,8 @@ class Spawner:
                 return
             if pid == 0:
                 return
+            if pid in self.pens:
+                self._end_pen(self.pens[pid])
             box = self.owners.pop(pid, None)
             if box is None:
                 continue
@@ -336,6 +362,12 @@ class Spawner:
         if self.limiter is not None:
             self.limiter.leave(box.number)
         self.shelf.refer([box.upper, *box.chain], -1)
+
+    def _end_pen(self, pen: Pen) -> None:
+        del self.pens[pen.program]
+        pen.end()
+        if self.limiter is not None:
+            self.limiter.leave(pen.number)
 
     def _seal(self, box: Box, copy: bool) -> dict[str, Any]:
         root_changed = overlay.changed(self.layers, box.upper, "r")
