@@ -49,6 +49,8 @@ class BoxLimits:
     """Of all its processes together, and of the files it writes where those lie in memory."""
     max_pids: int = 512
     """Processes and threads at once."""
+    cpus: float = 2.0
+    """Processors' worth of time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Memory and process limits by control groups, on v1, v2 and hosts that have both; standard library only.
+"""Memory, process and processor limits by control groups, on v1, v2 and hosts that have both; standard library only.
 
 Owns finding the controllers, one group for a run and one below it for each sandbox, and clearing up. A sandbox's
 shell joins before its first command, so that everything below is counted and limited; the first process, which only
@@ -13,9 +13,24 @@ import time
 from dataclasses import dataclass, field
 
 PREFIX = "agentgym-"
-CONTROLLERS = ("memory", "pids")
-_V1_FILES = {"memory": "memory.limit_in_bytes", "pids": "pids.max"}
-_V2_FILES = {"memory": "memory.max", "pids": "pids.max"}
+CONTROLLERS = ("memory", "pids", "cpu")
+_V1_FILES = {"memory": "memory.limit_in_bytes", "pids": "pids.max", "cpu": "cpu.cfs_quota_us"}
+_V2_FILES = {"memory": "memory.max", "pids": "pids.max", "cpu": "cpu.max"}
+_PERIOD_US = 100_000
+"""The kernel's own, in which processor time is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one sandbox."""
+
+    memory_bytes: int
+    max_pids: int
+    cpus: float
+
+    def value(self, controller: str) -> str:
+        """What the controller's file is told."""
+        return str({"memory": self.memory_bytes, "pids": self.max_pids, "cpu": int(self.cpus * _PERIOD_US)}[controller])
 
 
 @dataclass(slots=True)
@@ -25,7 +40,7 @@ class Cgroups:
     name: str
     """Of the run's own group; that of its state folder, so that garbage can be told."""
     homes: dict[str, str] = field(default_factory=dict)
-    """Controller to the run's group. Both controllers of v2 have the same one."""
+    """Controller to the run's group. All controllers of v2 have the same one."""
     unified: frozenset[str] = frozenset()
     """Controllers on v2."""
 
@@ -45,20 +60,19 @@ class Cgroups:
                 groups.unified -= {controller}
         return groups
 
-    def join(self, box: int, process: int, memory_bytes: int, max_pids: int) -> None:
+    def join(self, box: int, process: int, limits: Limits) -> None:
         """Put a process into its sandbox's groups, which are made where they are missing.
 
         Raises:
             OSError: a group cannot be made or joined.
         """
-        values = {"memory": memory_bytes, "pids": max_pids}
         joined = set()
         for controller, home in self.homes.items():
             path = os.path.join(home, str(box))
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path)
             names = _V2_FILES if controller in self.unified else _V1_FILES
-            _write(os.path.join(path, names[controller]), str(values[controller]))
+            _write(os.path.join(path, names[controller]), limits.value(controller))
             if controller == "memory" and controller in self.unified:
                 with contextlib.suppress(OSError):
                     _write(os.path.join(path, "memory.swap.max"), "0")

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import asdict
 from typing import Any
 
 from agentgym.errors import BackendUnavailable, SandboxError
@@ -68,9 +69,8 @@ class Spawner:
         ours, theirs = wire.pair()
         import agentgym
 
-        order = {"socket": theirs.fileno(), "in_memory": in_memory, "environment": LOOP_ENV}
-        if self.limits is not None:
-            order |= {"memory_bytes": self.limits.memory_bytes, "max_pids": self.limits.max_pids}
+        limits = None if self.limits is None else asdict(self.limits)
+        order = {"socket": theirs.fileno(), "in_memory": in_memory, "environment": LOOP_ENV, "limits": limits}
         env = {
             "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
             "LC_ALL": "C.UTF-8",
@@ -104,7 +104,7 @@ class Spawner:
         # its mounts are its own: the way to its files leads through a process that has them
         self.layers = f"/proc/{hello['keeper'] or self.process.pid}/root" + hello["layers"]
         self.limited: frozenset[str] = frozenset(hello["limited"])
-        """Of memory and pids, what is limited for each sandbox."""
+        """Of memory, pids and cpu, what is limited for each sandbox."""
         self.in_memory = in_memory
 
     def ask(self, what: str, fds: list[int] | None = None, **arguments: Any) -> tuple[dict[str, Any], list[int]]:

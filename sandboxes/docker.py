@@ -60,7 +60,6 @@ class DockerBackend:
         *,
         dockerfile: str | None = None,
         limits: BoxLimits = BoxLimits(),  # noqa: B008  (it is frozen)
-        cpus: float = 1.0,
     ) -> None:
         """Nothing starts before the first use.
 
@@ -70,12 +69,10 @@ class DockerBackend:
             dockerfile: A folder whose Dockerfile is built instead. The image goes at close; what the daemon caches of
                 its steps stays, as after any build.
             limits: Of each sandbox.
-            cpus: Processors that one sandbox may use.
         """
         if image is not None and dockerfile is not None:
             raise SandboxError(f"image {image!r} and dockerfile {dockerfile!r} were both given; give one of them")
         self.limits = limits
-        self.cpus = cpus
         self.defaults: frozenset[bytes] = frozenset()
         """What a shell says of itself in which nothing was typed; a replay need not repeat it."""
         self.live: weakref.WeakSet[DockerSandbox] = weakref.WeakSet()

@@ -79,7 +79,7 @@ class DockerSandbox:
         self._folder = start.owner.new_folder()
         try:
             shown = f"{self._folder}:{PLACE}:ro"
-            self.container = self._daemon.create(frozen.image, start.owner.limits, start.owner.cpus, (shown, *binds))
+            self.container = self._daemon.create(frozen.image, start.owner.limits, (shown, *binds))
             self._launch(frozen.state.script)
         except BaseException:
             self.close()

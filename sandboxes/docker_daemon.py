@@ -185,7 +185,6 @@ class Daemon:
         self,
         image: str,
         limits: BoxLimits | None = None,
-        cpus: float = 0.0,
         binds: tuple[str, ...] = (),
     ) -> str:
         """A container that is not started yet; with limits, one for an agent."""
@@ -203,7 +202,7 @@ class Daemon:
                 "memswap_limit": limits.memory_bytes,
                 "pids_limit": limits.max_pids,
                 "cpu_period": 100_000,
-                "cpu_quota": int(cpus * 100_000),
+                "cpu_quota": int(limits.cpus * 100_000),
             }
         with self.answers("create"):
             made = self.api.create_container(

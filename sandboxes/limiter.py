@@ -18,7 +18,7 @@ from agentgym.sandboxes import syscalls as sc
 class Limiter:
     """The spawner's end: a forked process that does what it is told, in order."""
 
-    def __init__(self, groups: cgroups.Cgroups, memory_bytes: int, max_pids: int) -> None:
+    def __init__(self, groups: cgroups.Cgroups, limits: cgroups.Limits) -> None:
         """Start the process; before this one gives up rights that groups need."""
         ours, theirs = wire.pair()
         self._socket = ours
@@ -32,7 +32,7 @@ class Limiter:
                 keep = theirs.fileno()
                 sc.close_range(3, keep - 1)
                 sc.close_range(keep + 1)
-                _serve(theirs, groups, memory_bytes, max_pids)
+                _serve(theirs, groups, limits)
             finally:
                 os._exit(0)
         theirs.close()
@@ -51,7 +51,7 @@ class Limiter:
         os.waitpid(self.pid, 0)
 
 
-def _serve(spawner: socket.socket, groups: cgroups.Cgroups, memory_bytes: int, max_pids: int) -> None:
+def _serve(spawner: socket.socket, groups: cgroups.Cgroups, limits: cgroups.Limits) -> None:
     with contextlib.suppress(EOFError):
         while True:
             request, fds = wire.receive(spawner)
@@ -60,7 +60,7 @@ def _serve(spawner: socket.socket, groups: cgroups.Cgroups, memory_bytes: int, m
                 continue
             event = {"event": "limited"}
             try:
-                groups.join(request["box"], request["process"], memory_bytes, max_pids)
+                groups.join(request["box"], request["process"], limits)
             except OSError as error:
                 event["error"] = str(error)
             for fd in fds:

@@ -53,7 +53,7 @@ _CONSEQUENCES = {
 
 def _capabilities(limited: frozenset[str]) -> Capabilities:
     held = {"network", "pids", "readonly_host", "own_root", "capabilities", "seccomp"}
-    held |= {"memory"} & limited | ({"max_pids"} if "pids" in limited else set())
+    held |= {"memory", "cpu"} & limited | ({"max_pids"} if "pids" in limited else set())
     missing = {name: text for name, text in _CONSEQUENCES.items() if name not in held}
     return Capabilities(Level.SHELL, frozenset(held), missing, MAX_DEPTH)
 

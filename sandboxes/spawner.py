@@ -49,9 +49,8 @@ class Order:
     in_memory: bool
     environment: dict[str, str]
     """Of every shell."""
-    memory_bytes: int = 0
-    """Of each sandbox, where it has control groups; 0: no limits."""
-    max_pids: int = 0
+    limits: dict[str, Any] | None
+    """Fields of `cgroups.Limits`, where there are control groups."""
 
 
 class Spawner:
@@ -98,17 +97,17 @@ class Spawner:
         self.shelf = shelf.Shelf(self.layers, self.trash)
         self.home = inside.Home(self.trash.pid)
         self.cgroups = cgroups.Cgroups(os.path.basename(self.state))
-        if self.order.memory_bytes:
-            self.cgroups = cgroups.Cgroups.open(os.path.basename(self.state))
         self.limiter = None
-        if self.cgroups.homes:
-            self.limiter = Limiter(self.cgroups, self.order.memory_bytes, self.order.max_pids)
+        limits = cgroups.Limits(**self.order.limits) if self.order.limits else None
+        if limits is not None:
+            self.cgroups = cgroups.Cgroups.open(os.path.basename(self.state))
+            self.limiter = Limiter(self.cgroups, limits) if self.cgroups.homes else None
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         # two for each sandbox
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         lifeline, self.life = os.pipe2(os.O_CLOEXEC)
         # files count as memory: one that fills it would leave no room to delete it
-        max_file_bytes = self.order.memory_bytes // 2
+        max_file_bytes = limits.memory_bytes // 2 if limits else 0
         program = os.path.join(self.state, "init")
         first.place(program)
         self.kind = Kind(

@@ -141,6 +141,22 @@ def test_a_disk_flood_stops_and_harms_nobody(small: NamespaceBackend) -> None:
     neighbour.close()
 
 
+def test_processor_time_is_limited() -> None:
+    """By the kernel's count of how often it made the sandbox wait, not by a clock."""
+    own = NamespaceBackend(pool=0, limits=BoxLimits(cpus=0.1))
+    try:
+        if "cpu" not in own.probe().isolation:
+            pytest.skip("no control groups for processors here")
+        box = own.create(SandboxSpec())
+        box.run("for ((i=0; i<60000; i++)); do :; done")
+        name = os.path.basename(own.spawner().folder)
+        stats = [Path(home, str(box._box), "cpu.stat") for home in cgroups.runs_with_groups()[name]]
+        told = " ".join(path.read_text() for path in stats if path.exists())
+        assert int(told.split("nr_throttled ")[1].split()[0]) > 0
+    finally:
+        own.close()
+
+
 def test_groups_are_removed_with_their_sandbox(small: NamespaceBackend) -> None:
     box = small.create(SandboxSpec())
     box.run("true")
