@@ -51,6 +51,10 @@ class BoxLimits:
     """Processes and threads at once."""
     cpus: float = 2.0
     """Processors' worth of time."""
+    disk_bytes: int = 2 << 30
+    """Of the files it writes, where they do not count as memory."""
+    disk_files: int = 200_000
+    """How many files and directories those may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,8 @@ class ExecResult:
     """The shell was killed by a signal that we did not send."""
     oom_killed: bool = False
     """The kernel ended a process of the sandbox for want of memory, by its own count."""
+    disk_exceeded: bool = False
+    """Everything in the sandbox was ended because its files had outgrown their limit."""
     shell_restarted: bool = False
     """The shell ended (exit, timeout, kill); a fresh one with the starting state answers the next command."""
     truncated: bool = False

@@ -88,6 +88,13 @@ class Box:
     """Host's numbers of what was started in it and not waited for yet, the shell included."""
     fresh: list[int] = field(default_factory=list)
     """Mounts for the root exchange that comes next."""
+    was_ended: bool = False
+    """For having written too much, since the last count."""
+    had_bytes: int = 0
+    """What it had written then, and may have again."""
+    had_files: int = 0
+    outgrown: bool = False
+    """Its shell was ended for that; said with its end."""
     _shell_inside: int = 0
 
     def build(self, views: Sequence[View], fds: list[int]) -> None:

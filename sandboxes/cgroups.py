@@ -27,6 +27,9 @@ class Limits:
     memory_bytes: int
     max_pids: int
     cpus: float
+    disk_bytes: int
+    """Where files are watched, for the kernel does not count them as memory."""
+    disk_files: int
 
     def value(self, controller: str) -> str:
         """What the controller's file is told."""

@@ -104,7 +104,7 @@ class Spawner:
         # its mounts are its own: the way to its files leads through a process that has them
         self.layers = f"/proc/{hello['keeper'] or self.process.pid}/root" + hello["layers"]
         self.limited: frozenset[str] = frozenset(hello["limited"])
-        """Of memory, pids and cpu, what is limited for each sandbox."""
+        """Of memory, pids, cpu and disk, what the kernel limits for each sandbox."""
         self.in_memory = in_memory
 
     def ask(self, what: str, fds: list[int] | None = None, **arguments: Any) -> tuple[dict[str, Any], list[int]]:

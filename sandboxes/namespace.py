@@ -47,14 +47,20 @@ _CONSEQUENCES = {
     "memory": "a command can use all memory of this machine",
     "max_pids": "a command can use up the process numbers of this machine",
     "cpu": "a command can use all processors",
-    "disk": "files count as memory; without a memory limit they can fill what the layers may take",
+    "disk": "files are counted once a second, and a sandbox that outgrew its limit is ended only then",
 }
 
 
-def _capabilities(limited: frozenset[str]) -> Capabilities:
+_UNWATCHED = "files can fill what the layers may take"
+
+
+def _capabilities(spawner: Spawner) -> Capabilities:
+    limited = spawner.limited
     held = {"network", "pids", "readonly_host", "own_root", "capabilities", "seccomp"}
-    held |= {"memory", "cpu"} & limited | ({"max_pids"} if "pids" in limited else set())
+    held |= {"memory", "cpu", "disk"} & limited | ({"max_pids"} if "pids" in limited else set())
     missing = {name: text for name, text in _CONSEQUENCES.items() if name not in held}
+    if spawner.limits is None:
+        missing["disk"] = _UNWATCHED
     return Capabilities(Level.SHELL, frozenset(held), missing, MAX_DEPTH)
 
 
@@ -91,7 +97,7 @@ class NamespaceBackend:
         Raises:
             BackendUnavailable: this machine refuses; says which check failed.
         """
-        return _capabilities(self.spawner().limited)
+        return _capabilities(self.spawner())
 
     def spawner(self) -> Spawner:
         """The running spawner; a forked process gets its own."""
@@ -158,7 +164,7 @@ class NamespaceSandbox:
         self.seed = 0
         """Feeds RANDOM, together with the number of commands that ran."""
         self.commands_run = 0
-        self.capabilities = _capabilities(spawner.limited)
+        self.capabilities = _capabilities(spawner)
         self._oom_kills = 0
         self._closed = False
         body = (owner.body(spawner, chain) if world is None else None) or Body.start(spawner, chain, world)
@@ -189,10 +195,12 @@ class NamespaceSandbox:
                 max_output_bytes=max_output_bytes,
                 random_seed=command_seed(self.seed, self.commands_run),
             )
-            status = self._exit_status() if outcome.ended == "shell" else outcome.status
+            status, outgrown = self._exit_status() if outcome.ended == "shell" else (outcome.status, False)
             if outcome.ended != "status":
                 self._restart_shell()
             result = shell.result(outcome, status, time.perf_counter() - started)
+            if outgrown:
+                return replace(result, disk_exceeded=True)
             return replace(result, oom_killed=True) if self._lost_memory(status) else result
 
     def _lost_memory(self, status: int | None) -> bool:
@@ -335,14 +343,14 @@ class NamespaceSandbox:
                 raise
             self._limited = True
 
-    def _exit_status(self) -> int:
-        """How the shell ended; the spawner tells."""
+    def _exit_status(self) -> tuple[int, bool]:
+        """How the shell ended, and whether that was for having written too much; the spawner tells."""
         try:
             event, _ = wire.receive(self._control)
         except EOFError as error:
             self.close()
             raise SandboxError(f"sandbox {self.id} is gone: its first process ended") from error
-        return int(event["status"])
+        return event["status"], event["outgrown"]
 
     def _drop_events(self) -> None:
         """Forget what was told of a shell that is gone."""

@@ -28,7 +28,7 @@ import stat
 from dataclasses import dataclass
 from typing import Any
 
-from agentgym.sandboxes import base, cgroups, first, hostfiles, inside, overlay, seccomp, shelf, trash, wire
+from agentgym.sandboxes import base, cgroups, first, hostfiles, inside, overlay, quota, seccomp, shelf, trash, wire
 from agentgym.sandboxes import syscalls as sc
 from agentgym.sandboxes.box import COMMAND_FD, Box, Kind
 from agentgym.sandboxes.limiter import Limiter
@@ -98,10 +98,13 @@ class Spawner:
         self.home = inside.Home(self.trash.pid)
         self.cgroups = cgroups.Cgroups(os.path.basename(self.state))
         self.limiter = None
+        self.disk_watch = None
         limits = cgroups.Limits(**self.order.limits) if self.order.limits else None
         if limits is not None:
             self.cgroups = cgroups.Cgroups.open(os.path.basename(self.state))
             self.limiter = Limiter(self.cgroups, limits) if self.cgroups.homes else None
+            if not (self.order.in_memory and "memory" in self.cgroups.homes):
+                self.disk_watch = quota.DiskWatch(self.layers, limits.disk_bytes, limits.disk_files)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         # two for each sandbox
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -133,7 +136,7 @@ class Spawner:
         self.poller.register(woken, select.EPOLLIN)
         with contextlib.suppress(EOFError, BrokenPipeError):
             while True:
-                for fd, _ in self.poller.poll():
+                for fd, _ in self.poller.poll(self.disk_watch.wait_s() if self.disk_watch and self.boxes else None):
                     if fd == self.caller.fileno():
                         self._answer()
                     elif fd == woken:
@@ -142,6 +145,9 @@ class Spawner:
                         self._note_ends()
                     elif fd in self.controls and _let_go(self.controls[fd].control):
                         self._end(self.controls[fd])
+                for box in self.disk_watch.look(self.boxes.values()) if self.disk_watch else ():
+                    box.outgrown = True
+                    self._kill_shell(box)
         self.close()
 
     def close(self) -> None:
@@ -344,8 +350,21 @@ class Spawner:
                 self._end(box)
             elif pid == box.shell:
                 box.shell = 0
-                with contextlib.suppress(OSError):
-                    wire.send(box.control, {"event": "exit", "status": os.waitstatus_to_exitcode(status)})
+                self._tell_end(box, os.waitstatus_to_exitcode(status))
+
+    def _tell_end(self, box: Box, status: int) -> None:
+        event = {"event": "exit", "status": status, "outgrown": box.outgrown}
+        box.outgrown = False
+        with contextlib.suppress(OSError):
+            wire.send(box.control, event)
+
+    def _kill_shell(self, box: Box) -> None:
+        """End everything in a sandbox as if its shell had been killed."""
+        with contextlib.suppress(OSError):
+            had_shell = bool(box.shell)
+            self.do_kill([], box.number)
+            if had_shell:
+                self._tell_end(box, -signal.SIGKILL)
 
     def _end(self, box: Box) -> None:
         del self.boxes[box.number], self.controls[box.control.fileno()]
@@ -490,5 +509,7 @@ def main() -> None:
     # where the layers can be seen: this process itself steps into other views
     keeper = 0 if rootless else spawner.trash.pid
     limited = sorted(spawner.cgroups.homes)
+    if spawner.limiter is not None and spawner.disk_watch is None and "memory" in limited:
+        limited.append("disk")
     wire.send(library, {"layers": spawner.layers, "keeper": keeper, "limited": limited})
     spawner.serve()

@@ -157,6 +157,55 @@ def test_processor_time_is_limited() -> None:
         own.close()
 
 
+@pytest.mark.parametrize(
+    "flood",
+    ["head -c 40M /dev/zero > big; exec sleep 60", "mkdir d; for ((i = 0; ; i++)); do : > d/$i; done"],
+    ids=["bytes", "files"],
+)
+def test_a_flood_of_files_is_ended_where_the_kernel_does_not_count_it(
+    flood: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Layers on disk: what a sandbox wrote before snapshots counts too, and it may tidy up afterwards."""
+    monkeypatch.setenv("AGENTGYM_STATE", str(tmp_path))
+    own = NamespaceBackend(pool=0, limits=BoxLimits(disk_bytes=32 << 20, disk_files=2000))
+    try:
+        assert "disk" not in own.probe().isolation
+        box, neighbour = own.create(SandboxSpec()), own.create(SandboxSpec())
+        box.run("echo 1 > kept")
+        box.snapshot().release()
+        result = box.run(flood, timeout_s=30)
+        assert (result.disk_exceeded, result.killed, result.timed_out, result.shell_restarted) == (
+            True,
+            True,
+            False,
+            True,
+        )
+        assert neighbour.run("sleep 1.5; echo fine").stdout == "fine\n"
+        assert box.run("cat kept; rm -r big d").stdout == "1\n"
+        after = box.run("sleep 1.5; echo again")
+        assert (after.stdout, after.disk_exceeded) == ("again\n", False)
+    finally:
+        own.close()
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        "mkdir d; for ((i = 0; ; i++)); do : > d/$i; done",
+        "for i in 1 2 3 4; do head -c 50M /dev/zero > /tmp/big$i; done",
+    ],
+)
+def test_a_flood_of_files_in_memory_ends_alone(small: NamespaceBackend, flood: str) -> None:
+    """Names and content both count as the sandbox's memory."""
+    box, neighbour = small.create(SandboxSpec()), small.create(SandboxSpec())
+    assert "disk" in box.capabilities.isolation
+    result = box.run(flood, timeout_s=60)
+    assert result.oom_killed, result
+    assert neighbour.run("/bin/echo fine").stdout == "fine\n"
+    box.close()
+    neighbour.close()
+
+
 def test_groups_are_removed_with_their_sandbox(small: NamespaceBackend) -> None:
     box = small.create(SandboxSpec())
     box.run("true")
