@@ -29,6 +29,7 @@ BENCHES: dict[str, str] = {
     "fanout": "agentgym.sandboxes.bench_sandbox:fanout",
     "chain": "agentgym.sandboxes.bench_scale:chain",
     "density": "agentgym.sandboxes.bench_scale:density",
+    "pyfork": "agentgym.sandboxes.bench_pyfork:pyfork",
     "shell": "agentgym.envs.bench_terminal:shell",
     "step": "agentgym.bench_core:step",
     "tree": "agentgym.bench_core:tree",

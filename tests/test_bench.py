@@ -77,7 +77,7 @@ def test_unknown_bench() -> None:
 
 
 def test_the_table_names_functions() -> None:
-    assert set(BENCHES) == {"fork", "fanout", "chain", "density", "shell", "step", "tree", "store"}
+    assert set(BENCHES) == {"fork", "fanout", "chain", "density", "pyfork", "shell", "step", "tree", "store"}
     assert all(target.startswith("agentgym.") and ":" in target for target in BENCHES.values())
 
 
