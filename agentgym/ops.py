@@ -53,6 +53,7 @@ def doctor() -> Iterator[Check]:
     yield Check("machine", "cores", "ok", f"{cores} ({platform.machine()})")
     for name in backend_names():
         yield from _backend_checks(name)
+    yield from _criu_check()
     yield from _folder_checks()
     yield from _extra_checks()
 
@@ -118,6 +119,11 @@ def _backend_checks(name: str) -> Iterator[Check]:
     for piece, consequence in capabilities.missing.items():
         if piece not in ISOLATION:
             yield Check(name, piece, "missing", consequence)
+
+
+def _criu_check() -> Iterator[Check]:
+    found = importlib.import_module("agentgym.sandboxes.criu").probe()
+    yield Check("live", "criu", "ok" if found.works else "missing", found.detail)
 
 
 def _folder_checks() -> Iterator[Check]:

@@ -86,7 +86,7 @@ def test_doctor_names_pieces_and_consequences(agentgym: Command) -> None:
     code, rows, _ = agentgym("doctor", "--json")
     checks = {(row["area"], row["name"]): row for row in rows[:-1]}
     assert code == int("failed" in {row["state"] for row in checks.values()}) and rows[-1]["ok"] == (code == 0)
-    assert {("backend", "namespace"), ("backend", "local"), ("extra", "train")} <= set(checks)
+    assert {("backend", "namespace"), ("backend", "local"), ("live", "criu"), ("extra", "train")} <= set(checks)
     assert "WEAK" in checks["backend", "local"]["detail"]
     assert checks["local", "network"]["state"] == "missing" and "reach" in checks["local", "network"]["detail"]
     extra = checks["extra", "vllm"]
