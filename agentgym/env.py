@@ -39,8 +39,9 @@ class AgentEnv(gymnasium.Env[str, str]):
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012  (gymnasium's own spelling)
-    tools: ClassVar[tuple[ToolSpec, ...]] = ()
-    needs: ClassVar[Level] = Level.STATE
+    tools: tuple[ToolSpec, ...] = ()
+    """What the policy can call; a constructor may set it anew where an option changes it, and `needs` with it."""
+    needs: Level = Level.STATE
     """The fork level without which the environment makes no sense."""
     volatile: ClassVar[tuple[str, ...]] = ()
     """Patterns of what may differ when a branch is played again, such as r"\\d+ ms"."""

@@ -235,6 +235,23 @@ class Sandbox(Protocol):
         """End every process and free every file; twice is fine."""
 
 
+@runtime_checkable
+class RunsPython(Protocol):
+    """A sandbox with a live Python beside its shell, whose variables a snapshot of level `process` keeps."""
+
+    def run_python(
+        self, code: str, *, timeout_s: float = 30.0, max_output_bytes: int = DEFAULT_OUTPUT_BYTES
+    ) -> ExecResult:
+        """Run code as a notebook cell and wait for its end.
+
+        At the deadline it is interrupted; where that does not end it, Python and all that it started are ended, and
+        `shell_restarted` says that its variables are gone.
+
+        Raises:
+            SandboxError: the sandbox is closed or broke. Code that fails, hangs or ends Python is a result.
+        """
+
+
 class Backend(Protocol):
     """A way to make sandboxes."""
 

@@ -8,7 +8,7 @@ and every limit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from agentgym.env import AgentEnv
 from agentgym.episode import Reply
@@ -20,7 +20,7 @@ from agentgym.types import Param, ToolCall, ToolSpec
 class CounterEnv(AgentEnv):
     """Add numbers until the count is the target, then submit; a random draw each turn shows that chance forks too."""
 
-    tools: ClassVar[tuple[ToolSpec, ...]] = (
+    tools: tuple[ToolSpec, ...] = (
         ToolSpec("add", "Add a whole number to the count.", (Param("n", "A whole number.", kind="integer"),)),
         ToolSpec("submit", "Hand in the count."),
     )

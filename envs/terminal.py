@@ -1,29 +1,35 @@
 """`agentgym/Terminal-v0`: a shell in a sandbox, played by commands and scored on the frozen world.
 
-Owns the tools `run`, `write_file`, `read_file` and `submit`, and what the policy reads of a command. Leaves the keys
-of a task's `setup` to `world.py`, scoring to `graders.py` and isolation to the backend.
+Owns the tools `run`, `write_file`, `read_file`, `submit` and, where it is asked for, `python`, and what the policy reads
+of a command. Leaves the keys of a task's `setup` to `world.py`, scoring to `graders.py` and isolation to the backend.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from agentgym.env import AgentEnv
 from agentgym.envs import graders
 from agentgym.envs.world import path_outside, starting_world, world_of
 from agentgym.episode import Limits, Reply
 from agentgym.errors import BackendUnavailable, PathRefused, SnapshotBusy, TaskError
-from agentgym.sandbox import DEFAULT_OUTPUT_BYTES, ExecResult, Sandbox, SandboxSnapshot, get_backend
+from agentgym.sandbox import DEFAULT_OUTPUT_BYTES, ExecResult, RunsPython, Sandbox, SandboxSnapshot, get_backend
 from agentgym.task import Task
 from agentgym.types import Action, Level, Param, ToolCall, ToolSpec
 
+PYTHON = ToolSpec(
+    "python",
+    "Run Python as a notebook cell: variables stay for the next, the value of a last expression is shown.",
+    (Param("code", "What Python runs."),),
+)
+
 
 class TerminalEnv(AgentEnv):
-    """A shell whose state forks: files, directory, variables, functions."""
+    """A shell whose state forks: files, directory, variables, functions; and the variables of Python, if asked for."""
 
-    tools: ClassVar[tuple[ToolSpec, ...]] = (
+    tools: tuple[ToolSpec, ...] = (
         ToolSpec(
             "run", "Run a command in the shell; its state stays for the next.", (Param("command", "What bash runs."),)
         ),
@@ -43,13 +49,14 @@ class TerminalEnv(AgentEnv):
             (Param("answer", "The answer, where the task asks for one.", required=False),),
         ),
     )
-    needs: ClassVar[Level] = Level.SHELL
+    needs = Level.SHELL
 
     def __init__(
         self,
         tasks: str | Sequence[Task] = "keyhunt",
         *,
         backend: str = "namespace",
+        python: bool = False,
         codec: str = "compact",
         limits: Limits | None = None,
         render_mode: str | None = None,
@@ -59,12 +66,15 @@ class TerminalEnv(AgentEnv):
         Args:
             tasks: A family or file for `load_tasks`, or tasks.
             backend: "namespace", or "local", which isolates little and so is never a fallback.
+            python: Offer the tool `python` too, whose variables a fork keeps: level `process` is needed then.
             codec: How the policy spells actions, "compact" or "json".
             limits: Defaults for tasks that set none.
             render_mode: "ansi" or None.
         """
         super().__init__(tasks, codec=codec, limits=limits, render_mode=render_mode)
         self.backend = backend
+        if python:
+            self.tools, self.needs = (*self.tools[:-1], PYTHON, self.tools[-1]), Level.PROCESS
         self.sandbox: Sandbox | None = None
         self.last_stdout: str | None = None
         """Of the last `run`, in full: what a bare `submit` hands in."""
@@ -82,8 +92,8 @@ class TerminalEnv(AgentEnv):
         capabilities = backend.probe()
         if capabilities.level < self.needs:
             raise BackendUnavailable(
-                f"backend {self.backend!r} keeps level {capabilities.level} here and Terminal-v0 needs {self.needs}; "
-                "`agentgym doctor` says why"
+                f"backend {self.backend!r} keeps level {capabilities.level} here and Terminal-v0 needs {self.needs}"
+                f"{' for the tool python' if PYTHON in self.tools else ''}; `agentgym doctor` says why"
             )
         outside = path_outside(spec)
         if outside and "own_root" not in capabilities.isolation:
@@ -113,6 +123,8 @@ class TerminalEnv(AgentEnv):
             return f"error: {flaw}"
         if call.name == "run":
             return self._run(arguments["command"])
+        if call.name == "python":
+            return self._run_python(arguments["code"])
         try:
             if call.name == "write_file":
                 data = arguments["content"].encode()
@@ -144,27 +156,46 @@ class TerminalEnv(AgentEnv):
             return self._world.snapshot()
 
     def _run(self, command: str) -> str:
+        timeout_s, deadline = self._time()
+        result = self._world.run(command, timeout_s=timeout_s)
+        self.last_stdout = result.stdout
+        return describe(result, deadline)
+
+    def _run_python(self, code: str) -> str:
+        assert isinstance(self._world, RunsPython), "begin refuses backends that keep less than level process"
+        timeout_s, deadline = self._time()
+        result = self._world.run_python(code, timeout_s=timeout_s)
+        self.last_stdout = result.stdout
+        return describe(result, deadline, python=True)
+
+    def _time(self) -> tuple[float, str]:
+        """What a command may take, in seconds, and how the policy is told."""
         limits = self.episode.limits
         left_s = max(limits.timeout_s - self.episode.elapsed_s, 0.1)
-        result = self._world.run(command, timeout_s=min(limits.turn_timeout_s, left_s))
-        self.last_stdout = result.stdout
         # what is left of an episode differs from run to run, so it is no part of the text
-        return describe(
-            result, f"{limits.turn_timeout_s:g} s" if left_s > limits.turn_timeout_s else "all the time left"
-        )
+        told = f"{limits.turn_timeout_s:g} s" if left_s > limits.turn_timeout_s else "all the time left"
+        return min(limits.turn_timeout_s, left_s), told
 
 
-def describe(result: ExecResult, deadline: str) -> str:
-    """What the policy reads of a command: its output, its errors, and how it ended where that is news."""
+def describe(result: ExecResult, deadline: str, *, python: bool = False) -> str:
+    """What the policy reads of a command: its output, its errors, and how it ended where that is news.
+
+    Args:
+        result: Of the command.
+        deadline: What it was given, as a text.
+        python: Python ran it, whose errors end with their traceback, and not a shell.
+    """
     parts = [text.removesuffix("\n") for text in (result.stdout, result.stderr) if text.removesuffix("\n")]
     if result.truncated:
         total = result.stdout_bytes + result.stderr_bytes
         parts.append(f"[{total} bytes of output, its middle left out]")
+    who, gone = ("Python", ", its variables are gone") if python else ("the shell", "")
     if result.timed_out:
-        parts.append(f"[timed out after {deadline}; the shell was restarted]")
+        now = f"{who} was restarted{gone}" if result.shell_restarted else "variables are kept"
+        parts.append(f"[timed out after {deadline}; {now}]")
     elif result.shell_restarted:
-        parts.append("[the shell ended; a new one was started]")
-    elif result.exit_code:
+        parts.append(f"[{who} ended; a new one was started{gone}]")
+    elif result.exit_code and not python:
         parts.append(f"[exit {result.exit_code}]")
     return "\n".join(parts) or "[no output]"
 

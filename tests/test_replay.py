@@ -54,7 +54,7 @@ class FrozenWorld:
 class SumEnv(AgentEnv):
     """Adds numbers. Each answer holds what differs from run to run, and a draw that must not."""
 
-    tools: ClassVar[tuple[ToolSpec, ...]] = (
+    tools: tuple[ToolSpec, ...] = (
         ToolSpec("add", "Add.", (Param("n", "A number."),)),
         ToolSpec("submit", "Hand in."),
         ToolSpec("crash", "Break the world."),

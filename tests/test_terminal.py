@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import gymnasium
@@ -112,6 +113,39 @@ def test_keyhunt_is_played_on_the_local_backend(local: TerminalEnv) -> None:
 def test_local_refuses_tasks_that_need_a_root_of_their_own(local: TerminalEnv, setup: dict[str, Any]) -> None:
     with pytest.raises(BackendUnavailable, match="no root of its own; use backend 'namespace'"):
         local.reset(seed=0, options={"task": _task(setup)})
+
+
+@pytest.mark.parametrize("python", [False, True])
+def test_python_is_offered_only_where_it_is_asked_for(python: bool) -> None:
+    env = TerminalEnv(python=python)
+    assert ("python code: Run Python" in env.system_prompt(), env.needs) == (
+        (True, Level.PROCESS) if python else (False, Level.SHELL)
+    )
+    assert env.tools[-1].name == "submit" and "python" not in {tool.name for tool in TerminalEnv.tools}
+
+
+def test_python_is_refused_where_its_variables_would_not_be_kept(local: TerminalEnv) -> None:
+    with (
+        closing(TerminalEnv(backend="local", python=True)) as env,
+        pytest.raises(
+            BackendUnavailable, match="keeps level shell here and Terminal-v0 needs process for the tool python"
+        ),
+    ):
+        env.reset(seed=0)
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (ExecResult(1, "", "Traceback ...\nValueError\n"), "Traceback ...\nValueError"),
+        (ExecResult(1, "", "KeyboardInterrupt\n", timed_out=True), "KeyboardInterrupt\n[timed out after 3 s; variables are kept]"),
+        (ExecResult(None, "", "", timed_out=True, shell_restarted=True), "[timed out after 3 s; Python was restarted, its variables are gone]"),
+        (ExecResult(None, "x\n", "", killed=True, shell_restarted=True), "x\n[Python ended; a new one was started, its variables are gone]"),
+        (ExecResult(0, "", ""), "[no output]"),
+    ],
+)  # fmt: skip
+def test_what_is_read_of_python(result: ExecResult, text: str) -> None:
+    assert describe(result, "3 s", python=True) == text
 
 
 # the real thing
