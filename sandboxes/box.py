@@ -260,13 +260,13 @@ def _build_root(kind: Kind, upper: str, views: Sequence[View], first: int) -> li
     root = overlay.mount_root(layers, upper, chain, userxattr)
     try:
         sc.move_mount(root, "", sc.AT_FDCWD, os.path.join(kind.state, "mnt"))
-        _attach(overlay.mount_usr(layers, upper, in_usr, userxattr), root, "usr")
+        attach(overlay.mount_usr(layers, upper, in_usr, userxattr), root, "usr")
         sc.move_mount(sc.AT_FDCWD, os.path.join(kind.state, "dev"), root, "dev")
         for name in kind.binds:
             sc.move_mount(sc.AT_FDCWD, os.path.join(kind.state, "binds", name), root, name)
         for world, world_usr in views[1:]:
-            _attach(overlay.mount_root(layers, None, world, userxattr), root, "world")
-            _attach(overlay.mount_usr(layers, None, world_usr, userxattr), root, "world/usr")
+            attach(overlay.mount_root(layers, None, world, userxattr), root, "world")
+            attach(overlay.mount_usr(layers, None, world_usr, userxattr), root, "world/usr")
         _attach_proc(first, root)
         _pivot(root)
     finally:
@@ -275,7 +275,8 @@ def _build_root(kind: Kind, upper: str, views: Sequence[View], first: int) -> li
     return ["usr", "dev", "proc", *kind.binds, *(["world"] if len(views) > 1 else [])]
 
 
-def _attach(mount: int, root: int, place: str) -> None:
+def attach(mount: int, root: int, place: str) -> None:
+    """Put a detached mount at a place below a directory, and close its descriptor."""
     try:
         sc.move_mount(mount, "", root, place)
     finally:
@@ -295,7 +296,7 @@ def _attach_proc(first: int, root: int) -> None:
     attributes = sc.ATTR_NOSUID | sc.ATTR_NODEV | sc.ATTR_NOEXEC
     if _numbers_by_option:
         try:
-            _attach(sc.new_mount("proc", [("pidns", f"/proc/{first}/ns/pid")], attributes), root, "proc")
+            attach(sc.new_mount("proc", [("pidns", f"/proc/{first}/ns/pid")], attributes), root, "proc")
             return
         except OSError as error:
             if error.errno != errno.EINVAL:
@@ -304,12 +305,22 @@ def _attach_proc(first: int, root: int) -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            _attach(sc.new_mount("proc", [], attributes), root, "proc")
+            attach(sc.new_mount("proc", [], attributes), root, "proc")
             os._exit(0)
         finally:
             os._exit(1)
     if os.waitpid(pid, 0)[1]:
         raise OSError(errno.EPERM, "mounting proc in a sandbox: refused")
+
+
+def show_processes(first: int) -> None:
+    """Let /proc show, where we stand, what lives with a first process, and no more of the machine than a sandbox sees."""
+    root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _attach_proc(first, root)
+    finally:
+        os.close(root)
+    _mask_proc()
 
 
 def _pivot(root: int) -> None:
@@ -325,11 +336,11 @@ def _mask_proc() -> None:
         if os.path.exists(path):
             fd = sc.open_tree(path)
             sc.set_mount_attributes(fd, sc.ATTR_RDONLY | sc.ATTR_NOSUID | sc.ATTR_NODEV | sc.ATTR_NOEXEC)
-            _attach(fd, sc.AT_FDCWD, path)
+            attach(fd, sc.AT_FDCWD, path)
     for name in _PROC_HIDDEN:
         path = "/proc/" + name
         if os.path.exists(path):
-            _attach(sc.open_tree("/dev/null"), sc.AT_FDCWD, path)
+            attach(sc.open_tree("/dev/null"), sc.AT_FDCWD, path)
 
 
 def _open_files(pid: int) -> list[dict[str, Any]]:

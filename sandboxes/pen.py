@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from agentgym.sandboxes import inside
 from agentgym.sandboxes import syscalls as sc
-from agentgym.sandboxes.box import Box, spawn, start_first
+from agentgym.sandboxes.box import Box, attach, show_processes, spawn, start_first
+from agentgym.sandboxes.limiter import Limiter
 
 
 @dataclass(slots=True)
@@ -26,6 +27,8 @@ class Pen:
     pidfd: int
     program: int
     """Host's number of the program; its end is that of the pen."""
+    files: int
+    """Mount namespace whose /proc shows what lives here; nothing runs in it."""
 
     @classmethod
     def start(cls, number: int, box: Box, argv: list[str], environment: dict[str, str], fds: list[int]) -> Pen:
@@ -37,17 +40,75 @@ class Pen:
         with box.home.away(None, sc.CLONE_NEWPID):
             first, pidfd = start_first(box.kind)
             try:
+                with box.home.away(None, inside.FILES):
+                    files = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+                    show_processes(first)
                 with box.home.away(box.pidfd, inside.ALL & ~sc.CLONE_NEWPID):
                     os.chdir("/")
                     program = spawn(box.kind, argv[0], argv, environment, dict(enumerate(fds)))
             except OSError:
                 _end(pidfd, first)
                 raise
-        return cls(number, first, pidfd, program)
+        return cls(number, first, pidfd, program, files)
+
+    def view(self, box: Box) -> int:
+        """A descriptor of a sandbox's root as processes here are to see it: with a /proc that knows them.
+
+        A mount that is attached nowhere, so that nothing lies above it, also for who can change its root. Before Linux
+        6.15 nothing can be attached to such a one, and /proc is the sandbox's: /proc/self is not there.
+        """
+        with box.home.away(self.files, inside.FILES):
+            proc = sc.open_tree("/proc", recursive=True)
+        # only where a detached mount comes from can something be attached to it
+        with box.home.away(box.pidfd, inside.FILES):
+            root = sc.open_tree("/", recursive=True)
+            with contextlib.suppress(OSError):
+                attach(proc, root, "proc")
+        return root
 
     def end(self) -> None:
         """End everything in it."""
+        os.close(self.files)
         _end(self.pidfd, self.first, self.program)
+
+
+class Pens:
+    """All that live, and their limits."""
+
+    def __init__(self, limiter: Limiter | None) -> None:
+        self._limiter = limiter
+        self._by_program: dict[int, Pen] = {}
+
+    def start(self, number: int, box: Box, argv: list[str], environment: dict[str, str], fds: list[int]) -> None:
+        """As `Pen.start`; the program is limited a moment later."""
+        pen = Pen.start(number, box, argv, environment, fds)
+        self._by_program[pen.program] = pen
+        if self._limiter is not None:
+            self._limiter.join(number, pen.program)
+
+    def of(self, number: int) -> Pen:
+        """The one of a number.
+
+        Raises:
+            ValueError: it has ended.
+        """
+        for pen in self._by_program.values():
+            if pen.number == number:
+                return pen
+        raise ValueError("the program it began with has ended")
+
+    def note_end(self, pid: int) -> None:
+        """A process has ended: where a pen began with it, all of that pen ends."""
+        pen = self._by_program.pop(pid, None)
+        if pen is not None:
+            pen.end()
+            if self._limiter is not None:
+                self._limiter.leave(pen.number)
+
+    def close(self) -> None:
+        """End them all."""
+        for pid in list(self._by_program):
+            self.note_end(pid)
 
 
 def _end(pidfd: int, first: int, *programs: int) -> None:

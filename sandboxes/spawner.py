@@ -32,7 +32,7 @@ from agentgym.sandboxes import base, cgroups, first, hostfiles, inside, overlay,
 from agentgym.sandboxes import syscalls as sc
 from agentgym.sandboxes.box import COMMAND_FD, Box, Kind
 from agentgym.sandboxes.limiter import Limiter
-from agentgym.sandboxes.pen import Pen
+from agentgym.sandboxes.pen import Pens
 
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid, net_bind_service, sys_chroot
 _KEPT_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 10, 18})
@@ -67,8 +67,6 @@ class Spawner:
         """Number of a process that we started to its sandbox."""
         self.controls: dict[int, Box] = {}
         """Descriptor of a sandbox's control socket to it."""
-        self.pens: dict[int, Pen] = {}
-        """Number of a program that outlives its sandbox to where it lives."""
         self.next_id = 0
 
     def open(self) -> None:
@@ -105,6 +103,7 @@ class Spawner:
             self.limiter = Limiter(self.cgroups, limits) if self.cgroups.homes else None
             if not (self.order.in_memory and "memory" in self.cgroups.homes):
                 self.disk_watch = quota.DiskWatch(self.layers, limits.disk_bytes, limits.disk_files)
+        self.pens = Pens(self.limiter)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         # two for each sandbox
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -157,8 +156,7 @@ class Spawner:
             box.condemn()
         for box in list(self.boxes.values()):
             self._end(box)
-        for pen in list(self.pens.values()):
-            self._end_pen(pen)
+        self.pens.close()
         if self.limiter is not None:
             self.limiter.close()
         self.trash.close()
@@ -228,13 +226,14 @@ class Spawner:
         self._exchange(self._box(box), upper, chain, self._mounts(upper, chain, with_usr=True))
         return {}, []
 
-    def do_seal(self, fds: list[int], box: int, settle: bool) -> Answer:
+    def do_seal(self, fds: list[int], box: int, settle: bool, copy: bool = False) -> Answer:
         """Freeze what a sandbox wrote, if nothing but its idle shell is alive; else tell what is.
 
         Args:
             fds: None.
             box: Number of the sandbox.
             settle: Stop its tasks and copy, where something is alive.
+            copy: Copy in any case, for what writes to its files from a pen; the caller has stopped that.
 
         Returns:
             "tasks", "files" and "cwd" of `Box.alive`; if it is frozen, "handle" and "chain" of the result, and
@@ -248,10 +247,10 @@ class Spawner:
             one.freeze()
             try:
                 alive = one.alive()
-                return {**alive, **self._seal(one, copy=bool(alive["tasks"] or alive["files"]))}, []
+                return {**alive, **self._seal(one, copy=copy or bool(alive["tasks"] or alive["files"]))}, []
             finally:
                 one.thaw()
-        return {**alive, **self._seal(one, copy=bool(alive["files"]))}, []
+        return {**alive, **self._seal(one, copy=copy or bool(alive["files"]))}, []
 
     def do_exchange(self, fds: list[int], box: int) -> Answer:
         """Go on over the layer that was sealed: after this the shell must enter its directory anew."""
@@ -293,20 +292,18 @@ class Spawner:
     def do_start(self, fds: list[int], box: int, argv: list[str], environment: dict[str, str]) -> Answer:
         """Start a program that sees a sandbox's files and may outlive it, on descriptors from 0 up."""
         self.next_id += 1
-        pen = Pen.start(self.next_id, self._box(box), argv, environment, fds)
-        self.pens[pen.program] = pen
-        if self.limiter is not None:
-            self.limiter.join(pen.number, pen.program)
-        return {}, []
+        self.pens.start(self.next_id, self._box(box), argv, environment, fds)
+        return {"pen": self.next_id}, []
 
-    def do_root(self, fds: list[int], box: int) -> Answer:
-        """Give a descriptor of what a sandbox sees as /."""
-        return {}, [self._box(box).root()]
+    def do_view(self, fds: list[int], box: int, pen: int) -> Answer:
+        """Give a descriptor of the root that a sandbox has now, for what lives in a pen."""
+        return {}, [self.pens.of(pen).view(self._box(box))]
 
-    def do_limit(self, fds: list[int], box: int, process: int) -> Answer:
-        """Count a process outside of a sandbox among those of it."""
+    def do_limit(self, fds: list[int], pen: int, process: int, box: int | None = None) -> Answer:
+        """Count a process of a pen among those of a sandbox; None: of the pen again, as it did at its start."""
+        number = self.pens.of(pen).number if box is None else self._box(box).number
         if self.limiter is not None:
-            self.limiter.join(self._box(box).number, process)
+            self.limiter.join(number, process)
         return {}, []
 
     def do_oom(self, fds: list[int], box: int) -> Answer:
@@ -340,8 +337,7 @@ class Spawner:
                 return
             if pid == 0:
                 return
-            if pid in self.pens:
-                self._end_pen(self.pens[pid])
+            self.pens.note_end(pid)
             box = self.owners.pop(pid, None)
             if box is None:
                 continue
@@ -380,12 +376,6 @@ class Spawner:
         if self.limiter is not None:
             self.limiter.leave(box.number)
         self.shelf.refer([box.upper, *box.chain], -1)
-
-    def _end_pen(self, pen: Pen) -> None:
-        del self.pens[pen.program]
-        pen.end()
-        if self.limiter is not None:
-            self.limiter.leave(pen.number)
 
     def _seal(self, box: Box, copy: bool) -> dict[str, Any]:
         root_changed = overlay.changed(self.layers, box.upper, "r")
@@ -466,23 +456,6 @@ def _let_go(control: socket.socket) -> bool:
         return True
 
 
-def _enter_user_namespace() -> None:
-    """Become root of a user namespace, and enter others that belong to it, since only those can be come back to.
-
-    The process that the library started waits for the one that goes on.
-    """
-    user, group = os.getuid(), os.getgid()
-    sc.unshare(sc.CLONE_NEWUSER | inside.ALL)
-    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
-        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
-            file.write(text)
-    pid = os.fork()
-    if pid:
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        os._exit(status if status >= 0 else 128 - status)
-    sc.die_with_parent()
-
-
 def main() -> None:
     """Run over an inherited socket; the first message says where the layers lie, or {"error": why}."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -497,7 +470,7 @@ def main() -> None:
     try:
         rootless = os.getuid() != 0
         if rootless:
-            _enter_user_namespace()
+            inside.enter_user_namespace()
         spawner = Spawner(state, library, order, rootless)
         spawner.open()
     except OSError as error:

@@ -98,7 +98,7 @@ def unshare(flags: int) -> None:
 
 
 def setns(pidfd: int, flags: int) -> None:
-    """Move this process into namespaces of another one, as for `unshare`."""
+    """Move this process into namespaces of another one, or into one by its own descriptor, as for `unshare`."""
     _guarded(_old("setns"), ctypes.c_long(pidfd), ctypes.c_long(flags), what="setns")
 
 
@@ -125,9 +125,9 @@ def move_mount(from_fd: int, from_path: str, to_fd: int, to_path: str) -> None:
     _guarded(MOVE_MOUNT, *arguments, what=f"move_mount to {to_path!r}")
 
 
-def open_tree(path: str) -> int:
-    """A detached copy of the mount at a path."""
-    flags = 1 | os.O_CLOEXEC
+def open_tree(path: str, *, recursive: bool = False) -> int:
+    """A detached copy of the mount at a path, with those below it if asked."""
+    flags = 1 | os.O_CLOEXEC | (AT_RECURSIVE if recursive else 0)
     return _guarded(OPEN_TREE, AT_FDCWD, _c(path), ctypes.c_uint(flags), what=f"open_tree {path}")
 
 
