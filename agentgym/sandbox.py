@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
-from agentgym.errors import TaskError, UnknownName
+from agentgym.errors import BackendUnavailable, TaskError, UnknownName
 from agentgym.types import Level
 
 DEFAULT_OUTPUT_BYTES = 1 << 20
@@ -89,10 +89,23 @@ class SandboxSpec:
     """Variables exported in the shell; nothing of the host's environment is inherited."""
     seed: int = 0
     """Feeds RANDOM and PYTHONHASHSEED; not part of the starting layer."""
+    python: bool = False
+    """A live Python beside the shell (`RunsPython`), on backends of level `process`; started when it is first used."""
+
+    def refuse_python(self, backend: str) -> None:
+        """For backends that have no live Python: a wish that would be ignored is an error.
+
+        Raises:
+            BackendUnavailable: live Python is asked for.
+        """
+        if self.python:
+            raise BackendUnavailable(
+                f"backend {backend!r} has no live Python; use backend 'namespace', or ask for none (python=False)"
+            )
 
     def key(self) -> str:
-        """A digest of everything but the seed."""
-        plain = asdict(self) | {"seed": 0}
+        """A digest of what makes the starting layer."""
+        plain = asdict(self) | {"seed": 0, "python": False}
         plain["files"] = [f | {"data": base64.b64encode(f["data"]).decode()} for f in plain["files"]]
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentgym.env import AgentEnv
@@ -87,7 +88,7 @@ class TerminalEnv(AgentEnv):
         self.last_stdout = self.submitted = self.verdict = None
         self.sandbox = None
         graders.check_verifier(task)
-        spec = world_of(task, seed=int(self.np_random.integers(1 << 31)))
+        spec = replace(world_of(task, seed=int(self.np_random.integers(1 << 31))), python=PYTHON in self.tools)
         backend = get_backend(self.backend)
         capabilities = backend.probe()
         if capabilities.level < self.needs:

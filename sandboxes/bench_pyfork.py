@@ -1,7 +1,7 @@
 """`agentgym bench pyfork`: what a fork of live Python costs, against building its variables again.
 
-Owns the cases and their targets. The interpreters run on this machine's own root, for what is timed is the fork of a
-heap and not the walls around it; it takes root's rights.
+Owns the cases and their targets. Those of the heap alone run on this machine's own root, which takes root's rights; the last
+case forks a whole sandbox, files, shell and Python.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from statistics import median
 
 from agentgym.bench import BenchRow, Target, row, timed
 from agentgym.errors import SandboxError
+from agentgym.sandbox import SandboxSpec
 from agentgym.sandboxes.interpreter import TUNING
+from agentgym.sandboxes.namespace import NamespaceBackend
 from agentgym.sandboxes.pyfork import PythonSnapshot, PythonTool
 
 HEAP_MB = 100
@@ -45,7 +47,9 @@ def pyfork() -> list[BenchRow]:
             _row(f"fork + first command, {case}", forks, _forks(size_mb, _SMALL_PAGES)[0], "fork in small pages", []),
             _row(f"snapshot + fork + first command, {case}", with_snapshot, again, "running the code again", []),
         ]
-    return rows
+    whole, again = _sandboxes(HEAP_MB), _run_again(HEAP_MB)
+    case = f"sandbox fork + first command, {HEAP_MB} MB heap"
+    return [*rows, _row(case, whole, again, "running the code again", [Target("ours", at_most=10.0)])]
 
 
 def _row(case: str, ours: list[float], theirs: list[float], name: str, targets: list[Target]) -> BenchRow:
@@ -77,6 +81,27 @@ def _forks(size_mb: int, tuning: Mapping[str, str]) -> tuple[list[float], list[f
     finally:
         tool.close()
     return forks, with_snapshot
+
+
+def _sandboxes(size_mb: int) -> list[float]:
+    backend = NamespaceBackend()
+    samples = []
+    try:
+        box = backend.create(SandboxSpec(python=True))
+        box.run_python(_BUILD.format(num=size_mb * _TUPLES_A_MB))
+        for turn in range(_ROUNDS * _PER_SNAPSHOT):
+            box.run(f"echo {turn} > note")
+            with box.snapshot() as snapshot:
+                time.sleep(0.02)  # a policy's turn, in which a blank is made ready
+                started = time.perf_counter()
+                [child] = snapshot.fork()
+                answered = child.run_python("data[7]").stdout
+                samples.append(time.perf_counter() - started)
+            child.close()
+            _check(answered)
+    finally:
+        backend.close()
+    return samples
 
 
 def _first(frozen: PythonSnapshot) -> float:

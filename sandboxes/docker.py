@@ -165,6 +165,7 @@ class DockerBackend:
 
     def create(self, spec: SandboxSpec) -> DockerSandbox:
         """Start a sandbox from a spec; equal specs share a starting image."""
+        spec.refuse_python(self.name)
         daemon = self.daemon()
         with self._lock:
             start = self._templates.get(spec.key())

@@ -120,8 +120,9 @@ class LocalBackend:
         """Start a sandbox; all its files must lie in its working directory.
 
         Raises:
-            SandboxError: a file lies elsewhere, which would be the host's.
+            SandboxError: a file lies elsewhere, which would be the host's; or live Python is asked for.
         """
+        spec.refuse_python(self.name)
         files = [_relative(file, spec.workdir) for file in spec.files]
         start = self.new_folder()
         for name in (start, start + "/r", start + "/u"):

@@ -21,6 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, Self
 
@@ -35,33 +36,15 @@ from agentgym.errors import (
 from agentgym.sandbox import DEFAULT_OUTPUT_BYTES, BoxLimits, Capabilities, Change, ExecResult, FileSpec, SandboxSpec
 from agentgym.sandboxes import layers, shell, wire
 from agentgym.sandboxes.body import Body, Frozen, Start, pristine, wait_limited
+from agentgym.sandboxes.capabilities import capabilities_of
 from agentgym.sandboxes.client import Refused, Spawner
 from agentgym.sandboxes.flattener import Flattener
-from agentgym.sandboxes.overlay import MAX_DEPTH
-from agentgym.sandboxes.pool import ENV, Blanks, Templates
-from agentgym.sandboxes.seeds import command_seed, hash_seed
+from agentgym.sandboxes.pool import ENV, Blanks, Templates, environment
+from agentgym.sandboxes.pyfork import PythonSnapshot
+from agentgym.sandboxes.python_place import live_python
+from agentgym.sandboxes.seeds import command_seed
 from agentgym.sandboxes.state import collect_garbage
 from agentgym.types import Level
-
-_CONSEQUENCES = {
-    "memory": "a command can use all memory of this machine",
-    "max_pids": "a command can use up the process numbers of this machine",
-    "cpu": "a command can use all processors",
-    "disk": "files are counted once a second, and a sandbox that outgrew its limit is ended only then",
-}
-
-
-_UNWATCHED = "files can fill what the layers may take"
-
-
-def _capabilities(spawner: Spawner) -> Capabilities:
-    limited = spawner.limited
-    held = {"network", "pids", "readonly_host", "own_root", "capabilities", "seccomp"}
-    held |= {"memory", "cpu", "disk"} & limited | ({"max_pids"} if "pids" in limited else set())
-    missing = {name: text for name, text in _CONSEQUENCES.items() if name not in held}
-    if spawner.limits is None:
-        missing["disk"] = _UNWATCHED
-    return Capabilities(Level.SHELL, frozenset(held), missing, MAX_DEPTH)
 
 
 class NamespaceBackend:
@@ -97,7 +80,7 @@ class NamespaceBackend:
         Raises:
             BackendUnavailable: this machine refuses; says which check failed.
         """
-        return _capabilities(self.spawner())
+        return capabilities_of(self.spawner(), python=True)
 
     def spawner(self) -> Spawner:
         """The running spawner; a forked process gets its own."""
@@ -125,8 +108,7 @@ class NamespaceBackend:
         """Start a sandbox from a spec; equal specs share a sealed starting layer."""
         spawner = self.spawner()
         handle, chain = self._templates.hold(spawner, spec)
-        env = [*ENV, ("PYTHONHASHSEED", str(hash_seed(spec.seed))), *spec.env]
-        state = shell.ShellState(shell.fresh_script(env, spec.workdir))
+        state = shell.ShellState(shell.fresh_script(environment(spec), spec.workdir))
         start = Start(self, spec, chain, state.script)
         with NamespaceSnapshot(spawner, start, Frozen(handle, chain, state, spec.seed)) as template:
             return template.fork()[0]
@@ -164,7 +146,7 @@ class NamespaceSandbox:
         self.seed = 0
         """Feeds RANDOM, together with the number of commands that ran."""
         self.commands_run = 0
-        self.capabilities = _capabilities(spawner)
+        self.capabilities = capabilities_of(spawner, python=start.spec.python)
         self._oom_kills = 0
         self._closed = False
         body = (owner.body(spawner, chain) if world is None else None) or Body.start(spawner, chain, world)
@@ -177,6 +159,7 @@ class NamespaceSandbox:
         """Of the first process, as the spawner counts."""
         self.id = f"box-{spawner.pid}-{self._box}"
         self._shell = shell.Shell(body.fds, self._control.fileno())
+        self.python = live_python(spawner, self._box, start.spec)
         owner.live.add(self)
 
     def run(self, command: str, *, timeout_s: float = 30.0, max_output_bytes: int = DEFAULT_OUTPUT_BYTES) -> ExecResult:
@@ -202,6 +185,18 @@ class NamespaceSandbox:
             if outgrown:
                 return replace(result, disk_exceeded=True)
             return replace(result, oom_killed=True) if self._lost_memory(status) else result
+
+    def run_python(
+        self, code: str, *, timeout_s: float = 30.0, max_output_bytes: int = DEFAULT_OUTPUT_BYTES
+    ) -> ExecResult:
+        """See `agentgym.sandbox.RunsPython`."""
+        with self._lock:
+            self._check()
+            if self.python is None:
+                raise SandboxError(f"sandbox {self.id} has no live Python; create it with SandboxSpec(python=True)")
+            self._wait_limited()
+            result = self.python.run(code, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
+            return replace(result, oom_killed=True) if result.killed and self._lost_memory(-9) else result
 
     def _lost_memory(self, status: int | None) -> bool:
         """Whether a process was ended for want of memory since the last look; by the kernel's count."""
@@ -229,21 +224,22 @@ class NamespaceSandbox:
 
     def snapshot(self, *, require: Level | None = None) -> NamespaceSnapshot:
         """See `agentgym.sandbox.Sandbox.snapshot`."""
-        if require is not None and require > Level.SHELL:
-            raise SnapshotUnsupported(f"backend 'namespace' keeps level shell; level {require} was required")
-        with self._lock:
+        if require is not None and require > self.capabilities.level:
+            raise SnapshotUnsupported(
+                f"sandbox {self.id} keeps level {self.capabilities.level}; level {require} was required; "
+                "one with SandboxSpec(python=True) keeps its Python's processes"
+            )
+        with self._lock, ExitStack() as undo:
             self._check()
             self._wait_limited()
-            first: dict[str, Any] = {}
-            # all at once: the shell writes its state down while its files are sealed; it writes no file then
-            state, named = self._capture(lambda: first.update(self._seal(settle=False)))
-            # looked at again: the shell itself may have had something open a moment ago
-            alive = first if "handle" in first else self._seal(settle=True)
+            python = None if self.python is None else undo.enter_context(self.python.freeze())
+            state, named, alive = self._settle(python)
             if "exchange" in alive:
                 self._exchange_root(None if named else alive["cwd"])
             cwd = alive["cwd"]
             losses = [f"process {task['pid']} ({task['name']})" for task in alive["tasks"]]
             losses += [f"open file {file['fd']} ({file['path']})" for file in alive["files"]]
+            losses += [f"python: {loss}" for loss in (python.losses if python is not None else ())]
             if state is None:
                 losses.append(shell.HIDDEN_STATE)
                 state, named = shell.ShellState(self._start.script), True
@@ -254,7 +250,25 @@ class NamespaceSandbox:
             if self._start.owner.flattener is not None:
                 self._start.owner.flattener.offer(alive["chain"], len(self._start.chain))
             frozen = Frozen(alive["handle"], alive["chain"], state, self.seed, self.commands_run)
-            return NamespaceSnapshot(self._spawner, self._start, frozen, tuple(losses))
+            snapshot = NamespaceSnapshot(self._spawner, self._start, frozen, tuple(losses), python)
+            undo.pop_all()
+        if require is not None and snapshot.level < require:
+            snapshot.release()
+            raise SnapshotUnsupported(
+                f"level {require} was required, and would not be kept of: {', '.join(losses)}; end it, or ask for less"
+            )
+        return snapshot
+
+    def _settle(self, python: PythonSnapshot | None) -> tuple[shell.ShellState | None, bool, dict[str, Any]]:
+        """Freeze shell and files: the shell's state, whether its directory could be named, and what the spawner tells."""
+        first: dict[str, Any] = {}
+        # what is alive in live Python may write to files at any time, through descriptors that a fresh root would miss
+        is_busy = python is not None and bool(python.losses)
+        with self.python.paused() if is_busy and self.python is not None else nullcontext():
+            # all at once: the shell writes its state down while its files are sealed; it writes no file then
+            state, named = self._capture(lambda: None if is_busy else first.update(self._seal(settle=False)))
+            # looked at again: the shell itself may have had something open a moment ago
+            return state, named, first if "handle" in first else self._seal(settle=True, copy=is_busy)
 
     def _capture(self, meanwhile: Callable[[], None]) -> tuple[shell.ShellState | None, bool]:
         """The shell's state, or None where it does not give it: then the shell ends, and files are all that is kept."""
@@ -282,11 +296,14 @@ class NamespaceSandbox:
             self._closed = True
             self._shell.close()
             self._control.close()
+            if self.python is not None and self._spawner.pid == os.getpid():
+                with contextlib.suppress(SandboxError):
+                    self.python.close()
             return True
 
-    def _seal(self, settle: bool) -> dict[str, Any]:
+    def _seal(self, settle: bool, copy: bool = False) -> dict[str, Any]:
         try:
-            return self._ask("seal", settle=settle)[0]
+            return self._ask("seal", settle=settle, copy=copy)[0]
         except Refused as error:
             if "to copy" in str(error):
                 raise SnapshotBusy(f"{error}; end the background processes, or snapshot later") from error
@@ -301,6 +318,8 @@ class NamespaceSandbox:
         if not self._shell.change_root(cwd) and cwd is None:
             self.close()
             raise SandboxError("the shell did not follow its root into the fresh layer; the sandbox is closed")
+        if self.python is not None:
+            self.python.follow()
 
     def _open(self, path: str, write: bool, mode: int) -> int:
         self._check()
@@ -375,14 +394,22 @@ class NamespaceSandbox:
 class NamespaceSnapshot:
     """Sealed layers and a shell state; forks and releases through the spawner."""
 
-    def __init__(self, spawner: Spawner, start: Start, frozen: Frozen, losses: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        spawner: Spawner,
+        start: Start,
+        frozen: Frozen,
+        losses: tuple[str, ...] = (),
+        python: PythonSnapshot | None = None,
+    ) -> None:
         self.id = f"snap-{spawner.pid}-{frozen.handle}"
-        self.level = shell.level_kept(losses)
+        self.level = Level.PROCESS if python is not None and not losses else shell.level_kept(losses)
         self.losses = losses
         self.chain = frozen.chain
         self._spawner = spawner
         self._start = start
         self._frozen = frozen
+        self._python = python
         self._released = False
 
     def fork(self, n: int = 1) -> list[NamespaceSandbox]:
@@ -394,6 +421,8 @@ class NamespaceSnapshot:
                 sandbox = NamespaceSandbox(self._spawner, self._start, self.chain, self._frozen.state.script)
                 sandbox.seed, sandbox.commands_run = self._frozen.seed, self._frozen.commands_run
                 made.append(sandbox)
+                if self._python is not None:
+                    sandbox.python = self._python.fork(sandbox._box)
         except BaseException:
             for sandbox in made:
                 sandbox.close()
@@ -436,6 +465,9 @@ class NamespaceSnapshot:
             if self._spawner.pid == os.getpid():
                 with contextlib.suppress(SandboxError):
                     self._spawner.ask("release", handle=self._frozen.handle)
+                if self._python is not None:
+                    with contextlib.suppress(SandboxError):
+                        self._python.release()
 
     def __enter__(self) -> Self:
         return self

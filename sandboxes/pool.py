@@ -16,6 +16,7 @@ from agentgym.sandbox import FileSpec, SandboxSpec
 from agentgym.sandboxes import layers
 from agentgym.sandboxes.body import Body
 from agentgym.sandboxes.client import Spawner
+from agentgym.sandboxes.seeds import hash_seed
 
 MAX_TEMPLATES = 256
 REFILL_PAUSE_S = 0.006
@@ -29,6 +30,11 @@ ENV = [
     ("TERM", "dumb"),
 ]
 """Variables of every sandbox; nothing is inherited."""
+
+
+def environment(spec: SandboxSpec) -> list[tuple[str, str]]:
+    """Variables of a sandbox."""
+    return [*ENV, ("PYTHONHASHSEED", str(hash_seed(spec.seed))), *spec.env]
 
 
 class Blanks:

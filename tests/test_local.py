@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from agentgym.errors import SandboxError
+from agentgym.errors import BackendUnavailable, SandboxError
 from agentgym.sandbox import SandboxSpec
 from agentgym.sandboxes import confine, landlock, sockets
 from agentgym.sandboxes.local import LocalBackend, LocalSandbox
@@ -79,6 +79,11 @@ ATTACKS = [
     "bash -c 'echo x > $OUT/file'",
     "setsid sh -c 'echo x > $OUT/file'",
 ]
+
+
+def test_live_python_is_refused_not_ignored(backend: LocalBackend) -> None:
+    with pytest.raises(BackendUnavailable, match="'local' has no live Python; use backend 'namespace'"):
+        backend.create(SandboxSpec(python=True))
 
 
 def test_files_outside_the_workspace_cannot_be_changed(sandbox: LocalSandbox, outside: Path) -> None:

@@ -614,6 +614,12 @@ with box.snapshot() as snapshot:
     assert snapshot.digest() == digest
     print(child.read("d/f"), box.run("cat /etc/shadow").exit_code)
     print(snapshot.inspect({"c": b"cat /world/workspace/d/f"}, "sh c", timeout_s=5).stdout)
+box = backend.create(SandboxSpec(python=True))
+box.run_python("x = [1]; f = open('log', 'w')")
+with box.snapshot() as snapshot:
+    [child] = snapshot.fork()
+    child.run_python("x.append(2); f.write('child'); f.flush()")
+    print("python", snapshot.level, box.run_python("x").stdout + child.run_python("x").stdout + child.run("cat log").stdout)
 backend.close()
 """
 
@@ -642,4 +648,5 @@ def test_an_unprivileged_user_can_use_it(checkout: Path) -> None:
     first, second, third, *_ = done.stdout.splitlines()
     assert first == "['x', 'hi', 'd', '5', '0'] ['/usr/mine', '/workspace/a', '/workspace/d', '/workspace/d/f']"
     assert second == "b'x\\nz\\n' 1" and third == "x"
+    assert done.stdout.endswith("python process [1]\n[1, 2]\nchild\n")
     assert not [n for n in os.listdir("/var/tmp") if n == "agentgym-65534" and os.listdir(f"/var/tmp/{n}")]
